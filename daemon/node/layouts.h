@@ -20,7 +20,6 @@
 #include "absl/synchronization/mutex.h"
 #include "schedule/catalog.h"
 #include "schedule/layout.h"
-#include "transport/digest_map.h"
 #include "weightsync/v1/node.pb.h"
 
 namespace weightsync {
@@ -38,32 +37,38 @@ struct NodeLayout {
   int node = -1;
   // Buckets that the workers of this node need some bytes of, ascending.
   std::vector<int32_t> needed_buckets;
-  // By bucket, shared by the landings of all updates of this layout.
-  std::vector<std::shared_ptr<const transport::DigestMap>> digest_maps;
 
-  int bucket_count() const { return static_cast<int>(plan.buckets.size()); }
-  int64_t bucket_bytes(int32_t bucket) const;
-  // Buckets that `rank` fills, ascending; none for a rank that holds nothing
-  // which anybody needs.
+  int32_t bucket_count() const {
+    return static_cast<int32_t>(plan.bucket_count());
+  }
+  int64_t bucket_bytes(int32_t bucket) const {
+    return plan.bucket(static_cast<uint32_t>(bucket)).bytes;
+  }
+  // Buckets that `rank` fills, ascending; none for a rank that sends nothing.
   std::vector<int32_t> RankBuckets(int32_t rank) const;
+  // Buckets that ranks of this node fill, ascending.
+  std::vector<int32_t> LocalSourceBuckets() const;
   // Sum of bucket_bytes over `buckets`.
   int64_t Bytes(const std::vector<int32_t>& buckets) const;
+  // Of one update on this node: what its ranks fill and its workers need.
+  int64_t LocalBytes() const;
 };
 
-// How a layout's digest is written as its id.
+// How a layout's digest is written as its id: 16 hexadecimal digits.
 std::string LayoutId(uint64_t digest);
 
 // The catalog, sources, needs and options that a DefineLayout states, in the
-// form that schedule/ takes. INVALID_ARGUMENT with schedule's reasons, or
-// LAYOUT_INVALID for an index out of range.
+// form that schedule/ takes, made into the layout; `id` is the computed one.
+// INVALID_ARGUMENT with schedule's reasons, or LAYOUT_INVALID for an index out of
+// range.
 absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
                                              absl::string_view node);
 
 // Thread-safe. Computing happens on the caller's thread, without the lock.
 class LayoutBook {
  public:
-  // Layouts that nobody else refers to stay until a model has more than this
-  // many newer ones.
+  // Layouts that nobody else refers to go when a model has this many newer
+  // ones.
   static constexpr int kKeptPerModel = 4;
 
   // `node`: this node's name, as in LayoutNode.node.

@@ -39,7 +39,7 @@
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
 #include "transport/group.h"
-#include "transport/host/copy_pool.h"
+#include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
 
 namespace weightsync {
@@ -82,7 +82,7 @@ class Mover {
 
   // All but `options` outlive the mover.
   Mover(Options options, LayoutBook* layouts, Store* store,
-        transport::GroupFactory* groups, transport::CopyPool* pool);
+        transport::Memory* memory, transport::GroupFactory* groups);
   // As Shutdown.
   ~Mover();
   Mover(const Mover&) = delete;
@@ -97,7 +97,7 @@ class Mover {
   void EndUpdate(const v1::EndUpdate& command);
 
   // Reserves the rank's buckets and copies the tensors into them, on the
-  // caller's thread and the copy pool. Returns when the rank may change its
+  // caller's thread and those of the memory. Returns when the rank may change its
   // tensors. Reports RankSnapshotted, with the failure on an error (which is
   // also returned):
   //   those of ResolveShards, TakeSnapshot and Store::Reserve; NOT_FOUND

@@ -17,8 +17,8 @@
 #include "absl/time/time.h"
 #include "daemon/node/layouts.h"
 #include "schedule/box.h"
-#include "transport/host/copy_pool.h"
 #include "transport/landing.h"
+#include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/trainer.pb.h"
 
@@ -32,14 +32,18 @@ struct SourceShard {
   schedule::Box box;
   // The box's first element.
   const char* data = nullptr;
-  // Distance between neighbours in each dimension, in bytes.
-  schedule::Dims strides_bytes;
+  // Distance between neighbours in each dimension, in elements.
+  schedule::Dims strides;
+  // The memory may be truncated by its owner.
+  bool guard = false;
 };
 
 // A mapped region that shards point into.
 struct SourceRegion {
   const char* data = nullptr;
   int64_t size_bytes = 0;
+  // Not an arena of ours: its owner may truncate it, and reading it is guarded.
+  bool guard = false;
 };
 
 // What a rank registered, in the form that the snapshot reads. Shards of
@@ -81,16 +85,17 @@ struct SnapshotResult {
 };
 
 // Fills the landings of all buckets of `rank` (one for each, in the order of
-// layout.RankBuckets(rank)). Blocks; the copies run on `pool`, which other
-// snapshots share. On an error all landings that are not complete Fail with it.
-//   The status of `cancel`; ABORTED (SOURCE_LOST) when the memory vanished under
-//   the copy; FAILED_PRECONDITION (SHARD_NOT_HELD) when the shards do not have
-//   what the layout expects of the rank.
+// layout.RankBuckets(rank)). Blocks; the copies run on the threads of `memory`,
+// which other snapshots share. `cancels` are looked at before every bucket. On an
+// error all landings that are not complete Fail with it.
+//   The status of the flag that was cancelled; DATA_LOSS (SOURCE_MEMORY_LOST) when
+//   the memory vanished under the copy; FAILED_PRECONDITION (SHARD_NOT_HELD) when
+//   the shards do not have what the layout expects of the rank.
 absl::StatusOr<SnapshotResult> TakeSnapshot(
     const NodeLayout& layout, int32_t rank,
     const std::vector<SourceShard>& shards,
     const std::vector<std::shared_ptr<transport::Landing>>& landings,
-    transport::CopyPool* pool, const CancelFlag* cancel);
+    transport::Memory* memory, absl::Span<const CancelFlag* const> cancels);
 
 }  // namespace daemon
 }  // namespace weightsync

@@ -12,6 +12,7 @@
 //   Commit         it is the model's newest; the one before may be evicted
 //   Drop / evicted its extents are free; their generation is bumped before
 //                  anybody else may write there, so that a late reader notices
+//                  (all extents of an update in one arena share a generation slot)
 //
 // Room is made by evicting, oldest first, committed updates that are not
 // pinned. Pinned are: INCOMING updates, the newest committed update of each
@@ -35,7 +36,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
 #include "daemon/node/layouts.h"
-#include "transport/host/arena.h"
+#include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/replica.pb.h"
@@ -66,7 +67,8 @@ class StorePin {
   std::string update_id_;
 };
 
-// Where the buckets of an update lie, for one apply.
+// Where the buckets of an update lie, for one apply. Offsets count from the first
+// usable byte of the arena (Segment::data()).
 struct LocatedUpdate {
   std::shared_ptr<const NodeLayout> layout;
   std::vector<v1::BucketLocation> buckets;
@@ -83,12 +85,10 @@ struct BucketRoom {
 class Store {
  public:
   struct Options {
-    // Bytes of all arenas together, headers not counted.
+    // Usable bytes of all arenas together.
     int64_t budget_bytes = 0;
     // Committed updates of one model that stay while there is room; at least 1.
     int keep_updates = 2;
-    // Threads that fault new arenas in.
-    int warm_threads = 2;
   };
 
   // Told of what the service must pass on. Called without the store's lock, one
@@ -97,7 +97,8 @@ class Store {
   class Observer {
    public:
     virtual ~Observer() = default;
-    // Offer it to the workers (ExportArena) before an update names it.
+    // Offer it to the workers (Memory::Export, read-only) before an update names
+    // it.
     virtual void OnArenaAdded(const std::string& arena_id) = 0;
     // It is unmapped here; workers shall unmap it too.
     virtual void OnArenaDropped(const std::string& arena_id) = 0;
@@ -106,8 +107,8 @@ class Store {
                                  const std::string& update_id) = 0;
   };
 
-  // `observer` may be null, and outlives the store.
-  Store(Options options, Observer* observer);
+  // `memory` makes the arenas. `observer` may be null. Both outlive the store.
+  Store(Options options, transport::Memory* memory, Observer* observer);
   // REQUIRES: no StorePin is held and nobody uses a BucketRoom.
   ~Store();
   Store(const Store&) = delete;
@@ -121,7 +122,7 @@ class Store {
   // incoming update stands beside the installed one. Blocks while it does so.
   // A smaller figure than an earlier one changes nothing.
   //   RESOURCE_EXHAUSTED (NO_STORE_ROOM): the budget does not allow two updates
-  //   beside what other models have reserved. (MEMORY_EXHAUSTED): the machine
+  //   beside what other models have reserved. (NO_MEMORY_FOR_ARENA): the machine
   //   has not got the memory. Both have the sums; nothing is reserved then.
   absl::Status ReserveFor(const std::string& model, int64_t update_bytes);
 
@@ -135,7 +136,7 @@ class Store {
   // answers where all of them are. Evicts, and grows arenas within the budget
   // (which is slow: ReserveFor should have been called). All or nothing.
   //   RESOURCE_EXHAUSTED NO_STORE_ROOM (needed, budget, pinned by whom),
-  //   MEMORY_EXHAUSTED; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the update
+  //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the update
   //   is there in another layout, or has ended (UPDATE_ENDED).
   absl::StatusOr<std::vector<BucketRoom>> Reserve(
       const std::string& update_id, int64_t version,
@@ -168,7 +169,7 @@ class Store {
   bool Holds(const std::string& update_id,
              const std::vector<int32_t>& buckets) const;
 
-  // Committed updates, newest first.
+  // Whole updates, committed or not, newest first.
   std::vector<v1::HeldUpdate> HeldUpdates() const;
 
   // ---- Arenas and accounting ----
@@ -176,7 +177,8 @@ class Store {
   // Arenas to offer to a worker that has just come, oldest first.
   std::vector<std::string> ArenaIds() const;
   // Shared: the arena stays mapped while somebody exports it. Null if unknown.
-  std::shared_ptr<transport::Arena> FindArena(const std::string& arena_id) const;
+  std::shared_ptr<const transport::Segment> FindArena(
+      const std::string& arena_id) const;
 
   // Fills store_budget_bytes, store_reserved_bytes and store_used_bytes.
   void FillMemoryUse(v1::MemoryUse* use) const;
