@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "schedule/error.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -104,6 +106,17 @@ schedule::Param ParamFromProto(const v1::Parameter& parameter) {
   param.shape.assign(parameter.shape().begin(), parameter.shape().end());
   param.component = parameter.component();
   return param;
+}
+
+absl::Status CheckParameter(const v1::Parameter& parameter) {
+  auto catalog = schedule::Catalog::Create({ParamFromProto(parameter)});
+  if (catalog.ok()) return absl::OkStatus();
+  const std::string reason = schedule::ReasonOf(catalog.status());
+  absl::string_view ours = "SHAPE_INVALID";
+  if (reason == schedule::kUnknownDType) ours = "DTYPE_UNKNOWN";
+  if (parameter.name().empty()) ours = "NAME_INVALID";
+  return transport::MakeError(absl::StatusCode::kInvalidArgument, ours,
+                              catalog.status().message());
 }
 
 void ToProto(const transport::Digest& digest, v1::Digest* out) {

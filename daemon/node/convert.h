@@ -3,6 +3,7 @@
 #ifndef WEIGHTSYNC_DAEMON_NODE_CONVERT_H_
 #define WEIGHTSYNC_DAEMON_NODE_CONVERT_H_
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -35,6 +36,11 @@ absl::StatusOr<schedule::Dims> StridesFromProto(
     absl::string_view parameter, int64_t* span);
 
 schedule::Param ParamFromProto(const v1::Parameter& parameter);
+
+// Judges one parameter as the catalog would. INVALID_ARGUMENT: DTYPE_UNKNOWN,
+// SHAPE_INVALID (an extent that is zero, negative or above 2^31, too many
+// dimensions, more bytes than 63 bits count), NAME_INVALID.
+absl::Status CheckParameter(const v1::Parameter& parameter);
 
 void ToProto(const transport::Digest& digest, v1::Digest* out);
 transport::Digest FromProto(const v1::Digest& digest);

@@ -54,7 +54,8 @@ struct NodeLayout {
   int64_t LocalBytes() const;
 };
 
-// How a layout's digest is written as its id: 16 hexadecimal digits.
+// How a digest of the plan, the model and the node names is written as the
+// layout's id: 16 hexadecimal digits.
 std::string LayoutId(uint64_t digest);
 
 // The catalog, sources, needs and options that a DefineLayout states, in the

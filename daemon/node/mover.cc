@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/node/convert.h"
-#include "daemon/node/update_run.h"
+#include "daemon/node/node_update.h"
 #include "glog/logging.h"
 #include "proto/status.h"
 #include "transport/error.h"
@@ -46,13 +46,13 @@ void Mover::SetClusterId(const std::string& cluster_id) {
 
 // ---- Runs ----
 
-std::shared_ptr<UpdateRun> Mover::Find(const std::string& update_id) {
+std::shared_ptr<NodeUpdate> Mover::Find(const std::string& update_id) {
   absl::MutexLock lock(&mutex_);
   auto it = runs_.find(update_id);
   return it == runs_.end() ? nullptr : it->second;
 }
 
-std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
+std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
                                              int64_t version,
                                              const std::string& layout_id,
                                              absl::Status* status) {
@@ -82,7 +82,7 @@ std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
     *status = layout.status();
     return nullptr;
   }
-  UpdateRun::Context context;
+  NodeUpdate::Context context;
   context.node = options_.node;
   context.cluster_id = cluster_id_;
   context.report = options_.report;
@@ -93,10 +93,10 @@ std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
   context.store = store_;
   context.memory = memory_;
   context.groups = groups_;
-  std::shared_ptr<UpdateRun>& run = runs_[update_id];
+  std::shared_ptr<NodeUpdate>& run = runs_[update_id];
   // A dry run that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));
-  run = std::make_shared<UpdateRun>(std::move(context), update_id, version,
+  run = std::make_shared<NodeUpdate>(std::move(context), update_id, version,
                                     *std::move(layout));
   return run;
 }
@@ -106,7 +106,7 @@ void Mover::Remember(const std::string& update_id, const absl::Status& why) {
   if (ended_.size() > kRememberedUpdates) ended_.pop_front();
 }
 
-void Mover::EndRun(std::shared_ptr<UpdateRun> run, bool committed,
+void Mover::EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
                    const absl::Status& why) {
   {
     absl::MutexLock lock(&mutex_);
@@ -120,11 +120,11 @@ void Mover::EndRun(std::shared_ptr<UpdateRun> run, bool committed,
 }
 
 void Mover::Reap() {
-  std::vector<std::shared_ptr<UpdateRun>> done;
+  std::vector<std::shared_ptr<NodeUpdate>> done;
   absl::MutexLock lock(&mutex_);
   auto first_done = std::stable_partition(
       ending_.begin(), ending_.end(),
-      [](const std::shared_ptr<UpdateRun>& run) { return !run->finished(); });
+      [](const std::shared_ptr<NodeUpdate>& run) { return !run->finished(); });
   std::move(first_done, ending_.end(), std::back_inserter(done));
   ending_.erase(first_done, ending_.end());
 }
@@ -265,7 +265,7 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
 }
 
 void Mover::AbandonUpdates(const absl::Status& why) {
-  std::vector<std::shared_ptr<UpdateRun>> runs;
+  std::vector<std::shared_ptr<NodeUpdate>> runs;
   {
     absl::MutexLock lock(&mutex_);
     for (const auto& run : runs_) {
@@ -279,7 +279,7 @@ void Mover::Shutdown() {
   const absl::Status why =
       MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
                 absl::StrCat("node ", options_.node, " is shutting down"));
-  std::vector<std::shared_ptr<UpdateRun>> runs;
+  std::vector<std::shared_ptr<NodeUpdate>> runs;
   {
     absl::MutexLock lock(&mutex_);
     shut_down_ = true;

@@ -47,7 +47,7 @@
 namespace weightsync {
 namespace daemon {
 
-class UpdateRun;
+class NodeUpdate;
 
 // What a rank gives to SnapshotRank.
 struct RankSource {
@@ -120,13 +120,13 @@ class Mover {
  private:
   // The run of an update, made when there is none. Null, with *status, when the
   // update has ended, the layout is unknown or the mover is shut down.
-  std::shared_ptr<UpdateRun> FindOrMake(const std::string& update_id,
+  std::shared_ptr<NodeUpdate> FindOrMake(const std::string& update_id,
                                         int64_t version,
                                         const std::string& layout_id,
                                         absl::Status* status);
-  std::shared_ptr<UpdateRun> Find(const std::string& update_id);
+  std::shared_ptr<NodeUpdate> Find(const std::string& update_id);
   // Takes the run out and has it end.
-  void EndRun(std::shared_ptr<UpdateRun> run, bool committed,
+  void EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
               const absl::Status& why);
   // Remembers why an update ended, for ranks that come late.
   void Remember(const std::string& update_id, const absl::Status& why)
@@ -146,10 +146,10 @@ class Mover {
   absl::Mutex mutex_;
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
   std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<std::string, std::shared_ptr<UpdateRun>> runs_
+  absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
       ABSL_GUARDED_BY(mutex_);
   // Told to end, and not done yet.
-  std::vector<std::shared_ptr<UpdateRun>> ending_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<NodeUpdate>> ending_ ABSL_GUARDED_BY(mutex_);
   // Newest last.
   std::deque<std::pair<std::string, absl::Status>> ended_
       ABSL_GUARDED_BY(mutex_);

@@ -56,7 +56,7 @@ absl::StatusOr<std::vector<SourceShard>> ResolveShards(
     const NodeLayout& layout, const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);
 
-// The same checks without a layout, for RegisterShards.
+// The same checks without a layout, and CheckParameter, for RegisterShards.
 absl::Status CheckShardMemory(
     const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);

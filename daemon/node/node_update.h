@@ -6,8 +6,8 @@
 // thread that joins, moves and waits, so that a new epoch or the end is taken up
 // at once and aborts them.
 
-#ifndef WEIGHTSYNC_DAEMON_NODE_UPDATE_RUN_H_
-#define WEIGHTSYNC_DAEMON_NODE_UPDATE_RUN_H_
+#ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
+#define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 
 #include <atomic>
 #include <cstdint>
@@ -38,7 +38,7 @@ namespace daemon {
 
 transport::Epoch FromProto(const v1::Epoch& epoch);
 
-class UpdateRun {
+class NodeUpdate {
  public:
   // All pointers outlive the run.
   struct Context {
@@ -54,10 +54,10 @@ class UpdateRun {
     transport::GroupFactory* groups = nullptr;
   };
 
-  UpdateRun(Context context, std::string update_id, int64_t version,
+  NodeUpdate(Context context, std::string update_id, int64_t version,
             std::shared_ptr<const NodeLayout> layout);
   // REQUIRES: End was called. Joins the driver.
-  ~UpdateRun();
+  ~NodeUpdate();
 
   const std::string& update_id() const { return update_id_; }
   const std::string& model() const { return layout_->model; }
@@ -178,4 +178,4 @@ class UpdateRun {
 }  // namespace daemon
 }  // namespace weightsync
 
-#endif  // WEIGHTSYNC_DAEMON_NODE_UPDATE_RUN_H_
+#endif  // WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_

@@ -1,4 +1,4 @@
-#include "daemon/node/update_run.h"
+#include "daemon/node/node_update.h"
 
 #include <algorithm>
 #include <utility>
@@ -42,9 +42,9 @@ transport::Epoch FromProto(const v1::Epoch& epoch) {
 
 // Called under the landing's lock: wakes the driver, under whose lock nobody
 // calls a landing.
-class UpdateRun::FrameCount final : public Landing::Watcher {
+class NodeUpdate::FrameCount final : public Landing::Watcher {
  public:
-  FrameCount(UpdateRun* run, std::shared_ptr<Landing> landing)
+  FrameCount(NodeUpdate* run, std::shared_ptr<Landing> landing)
       : run_(run),
         landing_(std::move(landing)),
         frames_(landing_->frame_count()) {}
@@ -64,13 +64,13 @@ class UpdateRun::FrameCount final : public Landing::Watcher {
   }
 
  private:
-  UpdateRun* const run_;
+  NodeUpdate* const run_;
   const std::shared_ptr<Landing> landing_;
   const int64_t frames_;
   std::atomic<int64_t> ready_{0};
 };
 
-UpdateRun::UpdateRun(Context context, std::string update_id, int64_t version,
+NodeUpdate::NodeUpdate(Context context, std::string update_id, int64_t version,
                      std::shared_ptr<const NodeLayout> layout)
     : context_(std::move(context)),
       update_id_(std::move(update_id)),
@@ -78,23 +78,23 @@ UpdateRun::UpdateRun(Context context, std::string update_id, int64_t version,
       layout_(std::move(layout)),
       driver_([this] { Drive(); }) {}
 
-UpdateRun::~UpdateRun() { driver_.join(); }
+NodeUpdate::~NodeUpdate() { driver_.join(); }
 
 // ---- Commands ----
 
-void UpdateRun::Prepare(const v1::PrepareUpdate& command) {
+void NodeUpdate::Prepare(const v1::PrepareUpdate& command) {
   absl::MutexLock lock(&mutex_);
   prepare_ = command;
   woken_ = true;
 }
 
-void UpdateRun::Move(const v1::MoveUpdate& command) {
+void NodeUpdate::Move(const v1::MoveUpdate& command) {
   absl::MutexLock lock(&mutex_);
   move_ = command;
   woken_ = true;
 }
 
-void UpdateRun::Manifest(const v1::UpdateManifest& command) {
+void NodeUpdate::Manifest(const v1::UpdateManifest& command) {
   absl::MutexLock lock(&mutex_);
   manifest_.clear();
   for (const v1::BucketDigest& bucket : command.buckets()) {
@@ -104,7 +104,7 @@ void UpdateRun::Manifest(const v1::UpdateManifest& command) {
   woken_ = true;
 }
 
-void UpdateRun::End(bool committed, absl::Status why) {
+void NodeUpdate::End(bool committed, absl::Status why) {
   absl::MutexLock lock(&mutex_);
   if (ended_) return;
   ended_ = true;
@@ -116,14 +116,14 @@ void UpdateRun::End(bool committed, absl::Status why) {
   woken_ = true;
 }
 
-void UpdateRun::Wake() {
+void NodeUpdate::Wake() {
   absl::MutexLock lock(&mutex_);
   woken_ = true;
 }
 
 // ---- Bytes ----
 
-absl::Status UpdateRun::PinInStore() {
+absl::Status NodeUpdate::PinInStore() {
   // An entry without buckets first: room that is not pinned yet could be given
   // away under our hands (Store::Forget).
   auto made = context_.store->Reserve(update_id_, version_, layout_, {});
@@ -135,7 +135,7 @@ absl::Status UpdateRun::PinInStore() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<Landing>>> UpdateRun::Landings(
+absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
     const std::vector<int32_t>& buckets) {
   absl::Status pinned = PinInStore();
   if (!pinned.ok()) return pinned;
@@ -163,7 +163,7 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> UpdateRun::Landings(
   return landings;
 }
 
-absl::StatusOr<SnapshotResult> UpdateRun::Snapshot(
+absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
     int32_t rank, const std::vector<SourceShard>& shards,
     const CancelFlag* cancel) {
   {
@@ -187,7 +187,7 @@ absl::StatusOr<SnapshotResult> UpdateRun::Snapshot(
 
 // ---- The driver ----
 
-void UpdateRun::Drive() {
+void NodeUpdate::Drive() {
   while (true) {
     absl::optional<v1::PrepareUpdate> prepare;
     absl::optional<v1::MoveUpdate> move;
@@ -230,7 +230,7 @@ void UpdateRun::Drive() {
   Finish();
 }
 
-void UpdateRun::StartRound(const v1::PrepareUpdate& command) {
+void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
   if (round_ != nullptr) {
     const transport::Epoch now = FromProto(round_->command.epoch());
     const transport::Epoch asked = FromProto(command.epoch());
@@ -279,7 +279,7 @@ void UpdateRun::StartRound(const v1::PrepareUpdate& command) {
   }
 }
 
-absl::Status UpdateRun::FillRound(Round* round) {
+absl::Status NodeUpdate::FillRound(Round* round) {
   const v1::PrepareUpdate& command = round->command;
   // What lies in the store when this epoch is through.
   std::set<int32_t> buckets;
@@ -367,7 +367,7 @@ absl::Status UpdateRun::FillRound(Round* round) {
   return absl::OkStatus();
 }
 
-void UpdateRun::RunFlow(Round* round, FlowRun* flow) {
+void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
   const absl::Duration timeout =
       FromProtoOr(round->command.has_timeout(), round->command.timeout(),
                   context_.prepare_timeout);
@@ -395,7 +395,7 @@ void UpdateRun::RunFlow(Round* round, FlowRun* flow) {
   woken_ = true;
 }
 
-void UpdateRun::CloseRound(const absl::Status& why) {
+void NodeUpdate::CloseRound(const absl::Status& why) {
   if (round_ == nullptr) return;
   std::vector<transport::Group*> busy;
   {
@@ -420,7 +420,7 @@ void UpdateRun::CloseRound(const absl::Status& why) {
 
 // ---- Reports ----
 
-void UpdateRun::AnswerPrepare(Round* round, const absl::Status& status) {
+void NodeUpdate::AnswerPrepare(Round* round, const absl::Status& status) {
   if (round->answered) return;
   round->answered = true;
   round->prepared = status.ok();
@@ -434,7 +434,7 @@ void UpdateRun::AnswerPrepare(Round* round, const absl::Status& status) {
   context_.report(std::move(report));
 }
 
-void UpdateRun::LookAtFlows() {
+void NodeUpdate::LookAtFlows() {
   bool all_joined = true;
   std::vector<std::pair<FlowRun*, absl::Status>> failed;
   {
@@ -458,7 +458,7 @@ void UpdateRun::LookAtFlows() {
   if (all_joined) AnswerPrepare(round_.get(), absl::OkStatus());
 }
 
-void UpdateRun::LookAtEdges() {
+void NodeUpdate::LookAtEdges() {
   // Before the answer to Prepare, Join says what is wrong.
   if (!round_->prepared) return;
   std::vector<absl::Status> failures;
@@ -469,7 +469,7 @@ void UpdateRun::LookAtEdges() {
   for (const absl::Status& failure : failures) ReportFailure(failure);
 }
 
-void UpdateRun::LookAtBytes() {
+void NodeUpdate::LookAtBytes() {
   if (!round_->prepared || dry_) return;
   bool complete = true;
   bool has_manifest = false;
@@ -534,7 +534,7 @@ void UpdateRun::LookAtBytes() {
   context_.report(std::move(report));
 }
 
-void UpdateRun::ReportProgress(bool last) {
+void NodeUpdate::ReportProgress(bool last) {
   int64_t received = 0;
   int64_t needed = 0;
   {
@@ -560,7 +560,7 @@ void UpdateRun::ReportProgress(bool last) {
   context_.report(std::move(report));
 }
 
-void UpdateRun::ReportFailure(const absl::Status& status) {
+void NodeUpdate::ReportFailure(const absl::Status& status) {
   const std::string edge = transport::EdgeOf(status).value_or("");
   // Both Wait and on_edge_failed tell of an edge.
   if (!round_->blamed
@@ -585,7 +585,7 @@ void UpdateRun::ReportFailure(const absl::Status& status) {
   context_.report(std::move(report));
 }
 
-int64_t UpdateRun::RepairedFrames() const {
+int64_t NodeUpdate::RepairedFrames() const {
   int64_t repaired = repaired_before_;
   if (round_ == nullptr) return repaired;
   for (const auto& flow : round_->flows) {
@@ -599,7 +599,7 @@ int64_t UpdateRun::RepairedFrames() const {
 
 // ---- The end ----
 
-void UpdateRun::Finish() {
+void NodeUpdate::Finish() {
   absl::Status why;
   bool committed = false;
   {
