@@ -35,19 +35,11 @@ Fault PublishBook::ForgottenFault(int64_t index) const {
                             "to it; publish again"));
 }
 
-bool PublishBook::FloorWasAborted() const {
-  // Publishes that never became an update have no number.
-  for (auto it = publishes_.rbegin(); it != publishes_.rend(); ++it) {
-    if (it->update_id.empty()) continue;
-    return it->state == Publish::kFailed && it->version == floor_;
-  }
-  return false;
-}
-
 void PublishBook::Recover(int64_t floor, int64_t index,
                           const std::string& update_id,
                           const Fault& newest_fault) {
   floor_ = floor;
+  floor_aborted_ = !newest_fault.ok();
   newest_index_ = index;
   publishes_.clear();
   if (index == 0) return;
@@ -174,7 +166,7 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
   }
 
   if (call.version != 0 && call.version <= floor_ &&
-      !(call.version == floor_ && FloorWasAborted())) {
+      !(call.version == floor_ && floor_aborted_)) {
     return Refuse(Fault(
         absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
         absl::StrCat("version ", call.version,
@@ -206,6 +198,7 @@ Publish PublishBook::Open(const std::string& update_id) {
   Publish& publish = publishes_.back();
   if (publish.version == 0) publish.version = next_version();
   floor_ = publish.version;
+  floor_aborted_ = false;
   publish.update_id = update_id;
   publish.state = Publish::kOpen;
   Publish copy = publish;
@@ -223,6 +216,7 @@ void PublishBook::End(const std::string& update_id, const Fault& fault) {
     }
     publish.state = fault.ok() ? Publish::kDone : Publish::kFailed;
     publish.fault = fault;
+    if (publish.version == floor_) floor_aborted_ = !fault.ok();
   }
 }
 

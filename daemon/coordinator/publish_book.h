@@ -119,9 +119,10 @@ class PublishBook {
   Fault ForgottenFault(int64_t index) const;
   Decision Enter(Publish* publish, const PublishCall& call);
   Decision Refuse(Fault fault, int64_t index = 0) const;
-  bool FloorWasAborted() const;
 
   int64_t floor_ = 0;
+  // The newest attempt at the floor was aborted: it may be tried again.
+  bool floor_aborted_ = false;
   int64_t newest_index_ = 0;
   // Consecutive indices, the newest last.
   std::deque<Publish> publishes_;
