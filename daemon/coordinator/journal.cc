@@ -97,7 +97,9 @@ absl::Status Replay(const std::string& path, absl::string_view data,
   while (at < data.size()) {
     const size_t left = data.size() - at;
     absl::string_view why;
-    if (left < kFrameHead) {
+    if (data.find_first_not_of('\0', at) == absl::string_view::npos) {
+      why = "the file ends in zeros";
+    } else if (left < kFrameHead) {
       why = "the file ends in the head of a record";
     } else {
       const uint32_t length = GetU32(data.substr(at));
