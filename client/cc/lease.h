@@ -72,6 +72,9 @@ class Lease {
     // The stream has ended; `status` says why.
     std::function<void(const absl::Status& status)> lost =
         [](const absl::Status&) {};
+    // The last callback: no further attempt will be made.
+    std::function<void(const absl::Status& status)> ended =
+        [](const absl::Status&) {};
   };
 
   Lease(LeaseOptions options, Callbacks callbacks)
@@ -207,13 +210,18 @@ class Lease {
           backoff * absl::Uniform(random, 0.5, 1.0));
       backoff = std::min(backoff * 2, options_.max_backoff);
     }
-    absl::MutexLock lock(&mutex_);
-    registered_ = false;
-    if (stopping_) {
-      status_ = ErrorStatus(absl::StatusCode::kCancelled, "CLOSED",
-                          absl::StrCat(options_.what, " was closed."));
+    absl::Status last;
+    {
+      absl::MutexLock lock(&mutex_);
+      registered_ = false;
+      if (stopping_) {
+        status_ = ErrorStatus(absl::StatusCode::kCancelled, "CLOSED",
+                              absl::StrCat(options_.what, " was closed."));
+      }
+      ended_ = true;
+      last = status_;
     }
-    ended_ = true;
+    callbacks_.ended(last);
   }
 
   // One stream from registration to its end.

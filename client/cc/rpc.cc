@@ -12,6 +12,11 @@
 
 namespace weightsync {
 namespace client {
+namespace {
+
+constexpr char kLibraryName[] = "weightsync-cc/0.1";
+
+}  // namespace
 
 std::string DefaultAddress() {
   struct stat info;
@@ -114,6 +119,11 @@ std::string RandomId() {
     absl::StrAppendFormat(&id, "%08x", static_cast<uint32_t>(device()));
   }
   return id;
+}
+
+std::string ClientName(absl::string_view program) {
+  return program.empty() ? std::string(kLibraryName)
+                         : absl::StrCat(kLibraryName, " ", program);
 }
 
 std::string ModelName(absl::string_view model) {

@@ -53,6 +53,9 @@ absl::Status CallStatus(absl::string_view what, const grpc::Status& status);
 // 32 hexadecimal digits that nobody can guess.
 std::string RandomId();
 
+// "weightsync-cc/0.1" and what the program calls itself.
+std::string ClientName(absl::string_view program);
+
 // "models/{model}"; a name that already has the prefix is kept.
 std::string ModelName(absl::string_view model);
 
