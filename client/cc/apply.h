@@ -1,5 +1,4 @@
-// Putting an update into a worker's live tensors: strided copies from the
-// node's store, by several threads.
+// What an update's copy plan means for a worker's live tensors.
 #ifndef WEIGHTSYNC_CLIENT_CC_APPLY_H_
 #define WEIGHTSYNC_CLIENT_CC_APPLY_H_
 
@@ -7,18 +6,18 @@
 #include <memory>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "client/cc/tensor.h"
+#include "transport/copy.h"
 #include "weightsync/v1/replica.pb.h"
 
 namespace weightsync {
 namespace client {
 
-// A CopyPlan that was checked against the tensors once and cut into pieces of
-// equal work. Immutable; valid as long as the tensors' memory is.
+// A CopyPlan that was checked against the tensors, once. Immutable; valid as long
+// as the tensors' memory is.
 class ApplyPlan {
  public:
   // Where the bytes of one bucket lie now.
@@ -34,37 +33,25 @@ class ApplyPlan {
 
   // The buckets that it reads, ascending.
   const std::vector<int32_t>& buckets() const { return buckets_; }
-  // Bytes that Run writes.
+  // Bytes that the tasks write.
   int64_t bytes() const { return bytes_; }
 
-  // Whether every read lies inside the bucket's memory; sources are in the order
-  // of buckets(). INVALID_ARGUMENT (COPY_PLAN_INVALID).
-  absl::Status CheckSources(absl::Span<const Source> sources) const;
-
-  // Copies, with `threads` threads, the caller's included. Stores go round the
-  // cache and are visible to all threads of the process at return.
-  // REQUIRES: CheckSources(sources) is OK.
-  void Run(absl::Span<const Source> sources, int threads) const;
+  // The copies, for a copy engine. `sources` are in the order of buckets().
+  //   INVALID_ARGUMENT (COPY_PLAN_INVALID) when one would read outside its bucket.
+  absl::StatusOr<std::vector<transport::CopyTask>> Tasks(
+      absl::Span<const Source> sources) const;
 
  private:
-  // At most 3 nested loops of runs; deeper copies are unrolled by Compile.
-  struct Piece {
+  struct Copy {
     int32_t source = 0;  // index into buckets_
-    char* to = nullptr;
-    int64_t from = 0;
-    int64_t run_bytes = 0;
-    int64_t outer = 1, inner = 1;
-    int64_t from_outer = 0, from_inner = 0;
-    int64_t to_outer = 0, to_inner = 0;
+    int64_t offset = 0;  // in the bucket
+    transport::CopyTask task;  // without src
   };
-
-  void AddCopy(int32_t source, const v1::TensorCopy& copy, char* data);
-  void AddPiece(Piece piece);
 
   std::vector<int32_t> buckets_;
   // By index into buckets_: bytes of it that are read.
   std::vector<int64_t> reach_;
-  std::vector<Piece> pieces_;
+  std::vector<Copy> copies_;
   int64_t bytes_ = 0;
 };
 

@@ -11,34 +11,38 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "transport/host/arena.h"
+#include "transport/memory.h"
 #include "weightsync/v1/replica.pb.h"
 
 namespace weightsync {
 namespace client {
 
-// Maps the arena that `offer` describes: redeems its token, once. The errors are
-// those of transport/host (TOKEN_UNKNOWN, ...).
-absl::StatusOr<std::shared_ptr<transport::Arena>> MapOffer(
-    const v1::ArenaOffer& offer);
+// Maps the arena that `offer` describes; redeems its token, once. The errors are
+// those of transport::Memory::Import.
+absl::StatusOr<std::shared_ptr<transport::Segment>> MapOffer(
+    transport::Memory* memory, const v1::ArenaOffer& offer);
 
 // Not thread-safe.
 class StoreMap {
  public:
-  // One bucket, found in the arenas. Valid as long as `arena` is held.
+  // One bucket, found in the arenas. Holds its arena mapped.
   struct Bucket {
-    std::shared_ptr<transport::Arena> arena;
+    std::shared_ptr<transport::Segment> arena;
     const char* data = nullptr;
     int64_t size_bytes = 0;
     int generation_slot = 0;
     uint64_t generation = 0;
 
-    // False when the store has given the bytes to somebody else.
-    bool StillThere() const;
+    // False when the store has given the bytes to something else.
+    bool StillThere() const {
+      return arena->Generation(generation_slot) == generation;
+    }
   };
 
-  // Idempotent for one arena_id: the offer of an arena that is mapped is not
-  // redeemed again.
+  // `memory` outlives the map.
+  explicit StoreMap(transport::Memory* memory) : memory_(memory) {}
+
+  // Idempotent for one arena_id: an arena that is mapped is not mapped again.
   absl::Status Map(const v1::ArenaOffer& offer);
   void Drop(const std::string& arena_id) { arenas_.erase(arena_id); }
   void Clear() { arenas_.clear(); }
@@ -50,7 +54,9 @@ class StoreMap {
       const v1::ApplyUpdate& apply, absl::Span<const int32_t> buckets) const;
 
  private:
-  absl::flat_hash_map<std::string, std::shared_ptr<transport::Arena>> arenas_;
+  transport::Memory* const memory_;
+  absl::flat_hash_map<std::string, std::shared_ptr<transport::Segment>>
+      arenas_;
 };
 
 }  // namespace client

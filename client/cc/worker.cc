@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -13,6 +12,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "client/cc/apply.h"
+#include "client/cc/client_memory.h"
 #include "client/cc/lease.h"
 #include "client/cc/rpc.h"
 #include "client/cc/store_map.h"
@@ -27,12 +27,6 @@ namespace {
 
 // More layouts than a daemon remembers for a model.
 constexpr size_t kMaxPlans = 16;
-
-int ResolveThreads(int threads) {
-  if (threads > 0) return threads;
-  const unsigned cpus = std::thread::hardware_concurrency();
-  return static_cast<int>(std::min(cpus == 0 ? 1u : cpus, 4u));
-}
 
 v1::InstalledState MakeState(v1::InstalledState::State state,
                              const v1::ApplyUpdate& apply) {
@@ -54,9 +48,10 @@ class Worker::Impl {
        std::shared_ptr<grpc::Channel> channel)
       : options_(std::move(options)),
         tensors_(std::move(tensors)),
-        threads_(ResolveThreads(options_.copy_threads)),
+        memory_(options_.copy_threads),
         stub_(v1::ReplicaService::NewStub(std::move(channel))),
         installed_(options_.installed),
+        store_(memory_.get()),
         lease_(MakeLeaseOptions(), MakeCallbacks()) {
     lease_.Start();
   }
@@ -321,8 +316,8 @@ class Worker::Impl {
     for (const StoreMap::Bucket& bucket : *buckets) {
       sources.push_back({bucket.data, bucket.size_bytes});
     }
-    absl::Status status = plan->CheckSources(sources);
-    if (!status.ok()) return status;
+    const auto tasks = plan->Tasks(sources);
+    if (!tasks.ok()) return tasks.status();
 
     SetInstalled(MakeState(v1::InstalledState::STATE_WRITING, apply));
     v1::WorkerReport writing;
@@ -336,7 +331,9 @@ class Worker::Impl {
     }
     if (options_.on_writing) options_.on_writing(apply.update_id());
     *untouched = false;
-    plan->Run(sources, threads_);
+    const absl::Status copied =
+        memory_.get()->Copy(*tasks, transport::CopyOptions(), /*digest=*/nullptr);
+    if (!copied.ok()) return copied;
     answer->set_copied_bytes(plan->bytes());
 
     // The copies' loads come before the counters' second reading.
@@ -361,7 +358,7 @@ class Worker::Impl {
 
   const WorkerOptions options_;
   const std::vector<Tensor> tensors_;
-  const int threads_;
+  ClientMemory memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
 
   mutable absl::Mutex mutex_;
