@@ -123,7 +123,9 @@ bazel_targets() {
   if [[ -z "$filter" ]]; then
     echo //...
   else
-    bazel query --noshow_progress 'tests(//...)' 2>"$work/query" | grep -E -- "$filter"
+    bazel query --noshow_progress 'tests(//...)' >"$work/tests" 2>"$work/query" ||
+      cat "$work/query" >&2
+    grep -E -- "$filter" "$work/tests"
   fi
 }
 
