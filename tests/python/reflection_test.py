@@ -5,6 +5,7 @@ the README's text-format requests with them, and makes the calls.
 """
 
 import subprocess
+import sys
 
 import grpc
 import pytest
@@ -117,7 +118,7 @@ def test_channelz(address):
 
 def test_the_small_grpc_cli_of_the_readme_runs(running):
     """tests/python/grpc_cli.py as a program, for those who have no grpc_cli."""
-    program = [str(readme.ROOT / ".venv/bin/python"), "-B", str(readme.ROOT / "tests/python/grpc_cli.py")]
+    program = [sys.executable, "-B", str(readme.ROOT / "tests/python/grpc_cli.py")]
     listed = subprocess.run(
         [*program, "ls", running.nodes[0].listen], capture_output=True, text=True, timeout=60
     )
