@@ -144,7 +144,7 @@ make_venv() {
 
 # What the Python tests and the benchmarks start.
 build_programs() {
-  bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl //tests/e2e/... \
+  bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl //tests/e2e/... //tests/readme/... \
     //tests/bench/...
 }
 

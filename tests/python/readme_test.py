@@ -6,7 +6,7 @@ import subprocess
 import cluster
 import readme
 
-EXAMPLES = ["tests/e2e/readme_trainer.cc", "tests/e2e/readme_worker.cc"]
+EXAMPLES = ["tests/readme/trainer.cc", "tests/readme/worker.cc"]
 
 
 def test_the_programs_in_the_readme_are_the_ones_that_are_built():
@@ -17,7 +17,7 @@ def test_the_programs_in_the_readme_are_the_ones_that_are_built():
 
 def test_the_programs_do_what_the_readme_says():
     with cluster.Cluster() as here:
-        worker = here.start("worker", cluster.BIN / "tests/e2e/readme_worker", here.nodes[0].socket)
+        worker = here.start("worker", cluster.BIN / "tests/readme/worker", here.nodes[0].socket)
         ctl = [str(cluster.CTL), f"--address={here.nodes[0].socket}", "--json", "replicas"]
 
         def serving():
@@ -26,7 +26,7 @@ def test_the_programs_do_what_the_readme_says():
 
         cluster.wait_until(serving, "the replica does not serve", processes=[worker])
         trainer = here.start(
-            "trainer", cluster.BIN / "tests/e2e/readme_trainer", here.nodes[0].socket
+            "trainer", cluster.BIN / "tests/readme/trainer", here.nodes[0].socket
         )
         assert trainer.wait(60) == 0, trainer.story()
         assert worker.wait(60) == 0, worker.story()
