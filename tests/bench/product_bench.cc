@@ -55,6 +55,8 @@ DEFINE_int64(tensor_bytes, int64_t{32} << 20, "Size of its tensors.");
 
 // Worker.
 DEFINE_string(replica, "r1", "Name of the replica.");
+DEFINE_bool(stay, false,
+            "Stay until SIGTERM instead of the end of the standard input.");
 DEFINE_int32(sink_port, 0, "Port of the sink of plain sockets; 0: none.");
 
 // Trainer.
@@ -141,7 +143,7 @@ absl::Status RunWorker() {
   std::printf("ready\n");
   std::fflush(stdout);
   char ignored;
-  while (read(STDIN_FILENO, &ignored, 1) > 0) {
+  while (FLAGS_stay ? pause() != 0 : read(STDIN_FILENO, &ignored, 1) > 0) {
   }
   (*replica)->Close();
   (*worker)->Close();

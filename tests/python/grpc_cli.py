@@ -54,27 +54,33 @@ class Server:
         text_format.Parse(text, message, descriptor_pool=self._pool)
         return message
 
-    def call(self, name, text="", timeout=DEADLINE_SECONDS):
-        """Calls a method with one request; returns the list of answers (one, if not a stream)."""
+    def stub(self, name):
+        """A callable of grpc for a method, of the method's own kind."""
         method = self.method(name)
         proto = descriptor_pb2.MethodDescriptorProto()
         method.CopyToProto(proto)
-        request = self.new_message(method.input_type, text)
-        answer_class = message_factory.GetMessageClass(method.output_type)
-        path = f"/{method.containing_service.full_name}/{method.name}"
-        coders = {
-            "request_serializer": lambda message: message.SerializeToString(),
-            "response_deserializer": answer_class.FromString,
-        }
-        if proto.client_streaming and proto.server_streaming:
-            callable_ = self._channel.stream_stream(path, **coders)
-            return list(callable_(iter([request]), timeout=timeout))
-        if proto.client_streaming:
-            callable_ = self._channel.stream_unary(path, **coders)
-            return [callable_(iter([request]), timeout=timeout)]
-        if proto.server_streaming:
-            return list(self._channel.unary_stream(path, **coders)(request, timeout=timeout))
-        return [self._channel.unary_unary(path, **coders)(request, timeout=timeout)]
+        make = {
+            (False, False): self._channel.unary_unary,
+            (False, True): self._channel.unary_stream,
+            (True, False): self._channel.stream_unary,
+            (True, True): self._channel.stream_stream,
+        }[proto.client_streaming, proto.server_streaming]
+        return make(
+            f"/{method.containing_service.full_name}/{method.name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+        )
+
+    def call(self, name, text="", timeout=DEADLINE_SECONDS):
+        """Calls a method with one request; returns the list of answers (one, if not a stream)."""
+        request = self.new_message(self.method(name).input_type, text)
+        stub = self.stub(name)
+        if isinstance(stub, (grpc.StreamUnaryMultiCallable, grpc.StreamStreamMultiCallable)):
+            request = iter([request])
+        answer = stub(request, timeout=timeout)
+        if isinstance(stub, (grpc.UnaryStreamMultiCallable, grpc.StreamStreamMultiCallable)):
+            return list(answer)
+        return [answer]
 
 
 def describe(descriptor):
