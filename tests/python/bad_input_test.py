@@ -3,7 +3,9 @@
 Every case is followed by a whole update of another model on the same cluster.
 """
 
+import os
 import subprocess
+import sys
 import uuid
 
 import grpc
@@ -11,6 +13,7 @@ import pytest
 
 import cluster
 import raw_client
+import readme
 
 BF16 = 9
 F32 = 12
@@ -100,9 +103,14 @@ class Rank:
         self.client = client
         self.stream, self.session = client.trainer(model, rank, world_size)
         self.arena_bytes = arena_bytes
-        self.arena_id = client.call(
-            "TrainerService.AllocateArena", session=self.session, size_bytes=arena_bytes
-        ).arena.arena_id
+        try:
+            self.arena = client.call(
+                "TrainerService.AllocateArena", session=self.session, size_bytes=arena_bytes
+            ).arena
+        except grpc.RpcError:
+            self.stream.close()
+            raise
+        self.arena_id = self.arena.arena_id
 
     def register(self, *shards):
         region = self.client.message("MemoryRegion", size_bytes=self.arena_bytes)
@@ -242,6 +250,35 @@ def test_more_than_the_store_may_take(client, model):
         rank.register(shard(client, shape=(rows, 1024)))
         with refused(EXHAUSTED, "NO_STORE_ROOM", naming=str(BUDGET)):
             rank.publish()
+
+
+def test_tokens_of_descriptors(client, model):
+    with Rank(client, model) as rank:
+        arena = rank.arena
+        assert raw_client.redeem(arena.descriptor_socket, "0" * 32) == (5, "TOKEN_UNKNOWN")
+        # Not from another process than the one that the session named.
+        code = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys, raw_client; code, what = raw_client.redeem(*sys.argv[1:]); print(what);"
+                " sys.exit(code)",
+                arena.descriptor_socket,
+                arena.token,
+            ],
+            cwd=readme.ROOT / "tests/python",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (code.returncode, code.stdout.strip()) == (7, "TOKEN_OTHER_PROCESS"), code
+        code, descriptor = raw_client.redeem(arena.descriptor_socket, arena.token)
+        assert code == 0, descriptor
+        # Nobody can shrink it under the daemon.
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+        assert raw_client.redeem(arena.descriptor_socket, arena.token) == (9, "TOKEN_REDEEMED")
 
 
 def test_sessions_of_nobody(client):

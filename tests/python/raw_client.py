@@ -6,6 +6,7 @@ themselves until they are closed.
 
 import os
 import queue
+import socket
 import threading
 
 import grpc
@@ -166,3 +167,19 @@ class Client:
         heartbeat = self.message("WorkerReport")
         heartbeat.heartbeat.SetInParent()
         return Stream(self, "ReplicaService.RunWorker", first, heartbeat)
+
+
+def redeem(path, token):
+    """Redeems a token at a descriptor socket (transport/host/fd_socket.h).
+
+    Returns (0, descriptor) or (code, reason).
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(TIMEOUT)
+        connection.connect(path)
+        connection.send(b"WSFD\x01R" + token.encode())
+        answer, descriptors, _, _ = socket.recv_fds(connection, 1024, 1)
+    assert answer[:5] == b"WSFD\x01", answer
+    if answer[5] == 0:
+        return 0, descriptors[0]
+    return answer[5], answer[6:].split(b"\0")[0].decode()
