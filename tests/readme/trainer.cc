@@ -1,8 +1,8 @@
 // A trainer: one rank that holds one matrix and publishes it after each step.
+#include "client/cc/trainer.h"
+
 #include <algorithm>
 #include <cstdio>
-
-#include "client/cc/trainer.h"
 
 namespace ws = weightsync::client;
 

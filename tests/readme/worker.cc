@@ -1,11 +1,12 @@
 // An inference replica of one worker: its weights change only while it is
 // paused.
+#include "client/cc/worker.h"
+
 #include <cstdio>
 #include <vector>
 
 #include "client/cc/replica.h"
 #include "client/cc/rpc.h"
-#include "client/cc/worker.h"
 
 namespace ws = weightsync::client;
 
