@@ -12,7 +12,6 @@ import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import cluster
 import grpc_cli
 import readme
 
@@ -27,16 +26,9 @@ SERVICES = {
 }
 
 
-@pytest.fixture(scope="module")
-def running():
-    """Two daemons with the model of the quickstart, small, published and served."""
-    with cluster.demo(layers=2) as here:
-        yield here
-
-
 @pytest.fixture(params=["loopback", "unix"])
-def address(running, request):
-    node = running.nodes[0]
+def address(demo, request):
+    node = demo.nodes[0]
     return node.listen if request.param == "loopback" else node.socket
 
 
@@ -75,15 +67,15 @@ def test_the_readme_has_examples():
 
 
 @pytest.mark.parametrize("words", readme_commands())
-def test_the_example_works(running, words):
+def test_the_example_works(demo, words):
     """Runs the command as it is written, at the address of a cluster that runs."""
-    assert grpc_cli.run(words, address=running.nodes[0].listen).strip()
+    assert grpc_cli.run(words, address=demo.nodes[0].listen).strip()
 
 
 @pytest.mark.parametrize("words", readme_commands())
-def test_every_node_answers(running, words):
+def test_every_node_answers(demo, words):
     """A daemon that does not coordinate asks the one that does."""
-    assert grpc_cli.run(words, address=running.nodes[1].listen).strip()
+    assert grpc_cli.run(words, address=demo.nodes[1].listen).strip()
 
 
 def test_an_error_says_what_to_do(address):
@@ -116,16 +108,16 @@ def test_channelz(address):
         assert sum(server.data.calls_started for server in servers) > 0
 
 
-def test_the_small_grpc_cli_of_the_readme_runs(running):
+def test_the_small_grpc_cli_of_the_readme_runs(demo):
     """tests/python/grpc_cli.py as a program, for those who have no grpc_cli."""
     program = [sys.executable, "-B", str(readme.ROOT / "tests/python/grpc_cli.py")]
     listed = subprocess.run(
-        [*program, "ls", running.nodes[0].listen], capture_output=True, text=True, timeout=60
+        [*program, "ls", demo.nodes[0].listen], capture_output=True, text=True, timeout=60
     )
     assert listed.returncode == 0, listed.stderr
     assert SERVICES <= set(listed.stdout.split())
     unknown = subprocess.run(
-        [*program, "call", running.nodes[0].listen, "weightsync.v1.AdminService.GetNode", 'name: "nodes/x"'],
+        [*program, "call", demo.nodes[0].listen, "weightsync.v1.AdminService.GetNode", 'name: "nodes/x"'],
         capture_output=True,
         text=True,
         timeout=60,
