@@ -21,8 +21,8 @@ absl::Status Invalid(absl::string_view message) {
 
 using Strides = google::protobuf::RepeatedField<int64_t>;
 
-// Bytes from the first to behind the last one that the loops touch; -1 when that
-// is no number.
+// Bytes from the first to behind the last one that the loops touch; -1 when
+// that is no number.
 int64_t Reach(const v1::TensorCopy& copy, const Strides& strides) {
   int64_t reach = copy.run_bytes();
   for (int d = 0; d < copy.extents_size(); ++d) {
@@ -74,8 +74,8 @@ absl::StatusOr<std::shared_ptr<const ApplyPlan>> ApplyPlan::Compile(
       int64_t end;
       if (from < 0 || copy.bucket_offset_bytes() < 0 ||
           __builtin_add_overflow(copy.bucket_offset_bytes(), from, &end)) {
-        return Invalid(absl::StrCat("reads outside the store for ",
-                                    tensor.name));
+        return Invalid(
+            absl::StrCat("reads outside the store for ", tensor.name));
       }
       if (!Inside(copy.tensor_offset_bytes(), to, spans[copy.tensor()])) {
         return Invalid(absl::StrCat("would write outside ", tensor.name));

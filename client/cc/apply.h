@@ -16,8 +16,8 @@
 namespace weightsync {
 namespace client {
 
-// A CopyPlan that was checked against the tensors, once. Immutable; valid as long
-// as the tensors' memory is.
+// A CopyPlan that was checked against the tensors, once. Immutable; valid as
+// long as the tensors' memory is.
 class ApplyPlan {
  public:
   // Where the bytes of one bucket lie now.
@@ -37,14 +37,15 @@ class ApplyPlan {
   int64_t bytes() const { return bytes_; }
 
   // The copies, for a copy engine. `sources` are in the order of buckets().
-  //   INVALID_ARGUMENT (COPY_PLAN_INVALID) when one would read outside its bucket.
+  //   INVALID_ARGUMENT (COPY_PLAN_INVALID) when one would read outside its
+  //   bucket.
   absl::StatusOr<std::vector<transport::CopyTask>> Tasks(
       absl::Span<const Source> sources) const;
 
  private:
   struct Copy {
-    int32_t source = 0;  // index into buckets_
-    int64_t offset = 0;  // in the bucket
+    int32_t source = 0;        // index into buckets_
+    int64_t offset = 0;        // in the bucket
     transport::CopyTask task;  // without src
   };
 

@@ -54,8 +54,8 @@ class FakeDaemon {
     return trainer_service_.trainers;
   }
 
-  // What the trainer's calls answer; set before they come. They run on threads of
-  // the server.
+  // What the trainer's calls answer; set before they come. They run on threads
+  // of the server.
   std::function<grpc::Status(const v1::AllocateArenaRequest&,
                              v1::AllocateArenaResponse*)>
       on_allocate;
@@ -91,8 +91,7 @@ class FakeDaemon {
     if (stream == nullptr || !stream->Receive(&report)) return nullptr;
     if (registration != nullptr) *registration = report.register_();
     v1::ReplicaCommand command;
-    SetTerms(absl::Seconds(1), absl::Seconds(20),
-             command.mutable_registered());
+    SetTerms(absl::Seconds(1), absl::Seconds(20), command.mutable_registered());
     stream->Send(command);
     return stream;
   }
@@ -167,10 +166,9 @@ class FakeDaemon {
     }
 
     template <typename Fn, typename Request, typename Response>
-    static grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
-                                            const Fn& fn,
-                                            const Request* request,
-                                            Response* response) {
+    static grpc::ServerUnaryReactor* Answer(
+        grpc::CallbackServerContext* context, const Fn& fn,
+        const Request* request, Response* response) {
       auto* reactor = context->DefaultReactor();
       reactor->Finish(fn ? fn(*request, response)
                          : grpc::Status(grpc::StatusCode::UNIMPLEMENTED, ""));
@@ -194,10 +192,9 @@ class FakeDaemon {
         v1::PublishVersionResponse* response) override {
       return Answer(context, daemon->on_publish, request, response);
     }
-    grpc::ServerUnaryReactor* WaitVersion(
-        grpc::CallbackServerContext* context,
-        const v1::WaitVersionRequest* request,
-        v1::Version* response) override {
+    grpc::ServerUnaryReactor* WaitVersion(grpc::CallbackServerContext* context,
+                                          const v1::WaitVersionRequest* request,
+                                          v1::Version* response) override {
       return Answer(context, daemon->on_wait, request, response);
     }
 

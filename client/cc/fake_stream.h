@@ -17,9 +17,9 @@
 namespace weightsync {
 namespace client {
 
-// Owned by itself until the call is over, and by whoever has it from FakeStreams.
-// Heartbeats are answered and counted, unless Mute() was called, and are not
-// handed to the test. Thread-safe.
+// Owned by itself until the call is over, and by whoever has it from
+// FakeStreams. Heartbeats are answered and counted, unless Mute() was called,
+// and are not handed to the test. Thread-safe.
 template <typename In, typename Out>
 class FakeStream : public grpc::ServerBidiReactor<In, Out> {
  public:

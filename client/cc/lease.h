@@ -151,11 +151,12 @@ class Lease {
         deadline);
     if (registered_) return absl::OkStatus();
     if (ended_) return status_;
-    return ErrorStatus(absl::StatusCode::kDeadlineExceeded, "REGISTER_TIMEOUT",
-                     absl::StrCat(options_.what,
-                                  " is not registered yet; it goes on trying. "
-                                  "The last answer was: ",
-                                  status_.message()));
+    return ErrorStatus(
+        absl::StatusCode::kDeadlineExceeded, "REGISTER_TIMEOUT",
+        absl::StrCat(options_.what,
+                     " is not registered yet; it goes on trying. "
+                     "The last answer was: ",
+                     status_.message()));
   }
 
   // Waits until the lease has ended; false at the deadline.
@@ -256,8 +257,8 @@ class Lease {
       const absl::Time silence_deadline =
           *was_registered ? stream->last_received() + terms.heartbeat_timeout
                           : register_deadline;
-      switch (stream->Next(std::min(next_heartbeat, silence_deadline),
-                           &message)) {
+      switch (
+          stream->Next(std::min(next_heartbeat, silence_deadline), &message)) {
         case StreamEvent::kEnded:
           return EndOf(stream);
         case StreamEvent::kWoken:

@@ -33,8 +33,7 @@ class LeaseTest : public ::testing::Test {
     callbacks.accepted = [](const v1::WorkerCommand& command,
                             LeaseTerms* terms) {
       terms->heartbeat_interval =
-          absl::Nanoseconds(
-              command.registered().heartbeat_interval().nanos()) +
+          absl::Nanoseconds(command.registered().heartbeat_interval().nanos()) +
           absl::Seconds(command.registered().heartbeat_interval().seconds());
       terms->heartbeat_timeout =
           absl::Nanoseconds(command.registered().heartbeat_timeout().nanos()) +

@@ -20,8 +20,8 @@ namespace weightsync {
 namespace client {
 namespace {
 
-// Answers that are remembered. The daemon has one command at a time under way for
-// a replica; the rest is margin.
+// Answers that are remembered. The daemon has one command at a time under way
+// for a replica; the rest is margin.
 constexpr size_t kRememberedAnswers = 64;
 
 }  // namespace
@@ -130,9 +130,8 @@ class Replica::Impl {
   // On the queue's thread, as everything below.
   v1::ReplicaReport Execute(const v1::ReplicaCommand& command,
                             absl::Time arrived) {
-    const std::string& id = command.has_pause()
-                                ? command.pause().command_id()
-                                : command.resume().command_id();
+    const std::string& id = command.has_pause() ? command.pause().command_id()
+                                                : command.resume().command_id();
     for (const auto& [answered, report] : answers_) {
       if (answered == id) return report;
     }
@@ -199,10 +198,10 @@ class Replica::Impl {
   absl::Status HookError(absl::string_view what,
                          const absl::Status& status) const {
     const bool has_reason = status.GetPayload(kReasonPayload).has_value();
-    return ErrorStatus(
-        status.code(), has_reason ? ErrorReason(status) : "HOOK_FAILED",
-        absl::StrCat("The engine of ", Name(), " could not ", what, ": ",
-                     status.message()));
+    return ErrorStatus(status.code(),
+                       has_reason ? ErrorReason(status) : "HOOK_FAILED",
+                       absl::StrCat("The engine of ", Name(), " could not ",
+                                    what, ": ", status.message()));
   }
 
   Engine GetEngine() const {

@@ -6,8 +6,10 @@
 //   options.replica = "replica-0";
 //   options.incarnation = RandomId();
 //   ReplicaHooks hooks;
-//   hooks.on_pause = [&](const PauseRequest& pause) -> absl::StatusOr<std::string> {
-//     return absl::StrCat("drained ", engine.Drain(pause.deadline), " requests");
+//   hooks.on_pause = [&](const PauseRequest& pause) ->
+//   absl::StatusOr<std::string> {
+//     return absl::StrCat("drained ", engine.Drain(pause.deadline), "
+//     requests");
 //   };
 //   hooks.on_resume = [&](const ResumeInfo& info) {
 //     if (info.weights_changed) engine.DropCaches();
@@ -15,12 +17,12 @@
 //   };
 //   auto replica = Replica::Start(options, hooks);
 //
-// The engine's workers are Worker objects (client/cc/worker.h), here or in other
-// processes; the replica serves when all of them and this are registered.
+// The engine's workers are Worker objects (client/cc/worker.h), here or in
+// other processes; the replica serves when all of them and this are registered.
 //
-// A command that comes twice does nothing twice: an engine that is paused is not
-// paused again, one that runs on the same weights is not resumed again, and a
-// command that was answered gets the same answer. After a broken stream the
+// A command that comes twice does nothing twice: an engine that is paused is
+// not paused again, one that runs on the same weights is not resumed again, and
+// a command that was answered gets the same answer. After a broken stream the
 // library registers again and says whether the engine stands paused; it stays
 // paused until the daemon says otherwise.
 //
@@ -64,9 +66,9 @@ struct ResumeInfo {
 // hook may take its time (heartbeats go on), but the daemon gives up at the
 // deadline of the pause.
 struct ReplicaHooks {
-  // Stop generating. Returns what it did, for people ("drained 3 requests"). After
-  // an error the engine counts as neither paused nor running: a pause or a resume
-  // will follow, and its hook is called.
+  // Stop generating. Returns what it did, for people ("drained 3 requests").
+  // After an error the engine counts as neither paused nor running: a pause or
+  // a resume will follow, and its hook is called.
   std::function<absl::StatusOr<std::string>(const PauseRequest&)> on_pause;
   // Generate again. After an error the engine counts as paused.
   std::function<absl::Status(const ResumeInfo&)> on_resume;
@@ -78,8 +80,8 @@ struct ReplicaOptions {
   // With or without "models/".
   std::string model;
   std::string replica;
-  // The same for the replica and all of its workers, another after every restart
-  // of the engine.
+  // The same for the replica and all of its workers, another after every
+  // restart of the engine.
   std::string incarnation;
   int worker_count = 1;
   // For people; the library's name is put before it.
@@ -106,12 +108,13 @@ class Replica {
   Replica(const Replica&) = delete;
   Replica& operator=(const Replica&) = delete;
 
-  // Waits until the daemon knows the replica. The daemon's own error when it has
-  // refused for good; DEADLINE_EXCEEDED (REGISTER_TIMEOUT) otherwise: it goes on
-  // trying.
+  // Waits until the daemon knows the replica. The daemon's own error when it
+  // has refused for good; DEADLINE_EXCEEDED (REGISTER_TIMEOUT) otherwise: it
+  // goes on trying.
   absl::Status WaitRegistered(absl::Duration timeout);
 
-  // True from the beginning of on_pause to the end of an on_resume that succeeded.
+  // True from the beginning of on_pause to the end of an on_resume that
+  // succeeded.
   bool paused() const;
 
   // OK while registered; why not, otherwise.

@@ -101,15 +101,16 @@ absl::Status CallStatus(absl::string_view what, const grpc::Status& status) {
       break;
     case absl::StatusCode::kUnimplemented:
       reason = "METHOD_UNKNOWN";
-      sentence = "the daemon does not know this call; is it of an older release?";
+      sentence =
+          "the daemon does not know this call; is it of an older release?";
       break;
     default:
       return ErrorStatus(converted.code(), ErrorReason(converted),
                          absl::StrCat(what, ": ", converted.message()));
   }
-  return ErrorStatus(converted.code(), reason,
-                     absl::StrCat(what, ": ", sentence, " (",
-                                  converted.message(), ")"));
+  return ErrorStatus(
+      converted.code(), reason,
+      absl::StrCat(what, ": ", sentence, " (", converted.message(), ")"));
 }
 
 std::string RandomId() {

@@ -17,8 +17,8 @@
 namespace weightsync {
 namespace client {
 
-// Maps the arena that `offer` describes; redeems its token, once. The errors are
-// those of transport::Memory::Import.
+// Maps the arena that `offer` describes; redeems its token, once. The errors
+// are those of transport::Memory::Import.
 absl::StatusOr<std::shared_ptr<transport::Segment>> MapOffer(
     transport::Memory* memory, const v1::ArenaOffer& offer);
 
@@ -55,8 +55,7 @@ class StoreMap {
 
  private:
   transport::Memory* const memory_;
-  absl::flat_hash_map<std::string, std::shared_ptr<transport::Segment>>
-      arenas_;
+  absl::flat_hash_map<std::string, std::shared_ptr<transport::Segment>> arenas_;
 };
 
 }  // namespace client

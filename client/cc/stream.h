@@ -73,8 +73,7 @@ class Stream {
     core_->mutex.AwaitWithDeadline(
         absl::Condition(
             +[](Core* c) ABSL_EXCLUSIVE_LOCKS_REQUIRED(c->mutex) {
-              return c->broken || c->done ||
-                     (!c->writing && c->queue.empty());
+              return c->broken || c->done || (!c->writing && c->queue.empty());
             },
             core_.get()),
         deadline);

@@ -88,10 +88,10 @@ absl::Status CheckTensor(const Tensor& tensor) {
     int64_t last = 0;
     for (size_t d = 0; right && d < extent.size(); ++d) {
       int64_t reach;
-      right = tensor.strides[d] >= 0 &&
-              !__builtin_mul_overflow(extent[d] - 1, tensor.strides[d],
-                                      &reach) &&
-              !__builtin_add_overflow(last, reach, &last);
+      right =
+          tensor.strides[d] >= 0 &&
+          !__builtin_mul_overflow(extent[d] - 1, tensor.strides[d], &reach) &&
+          !__builtin_add_overflow(last, reach, &last);
     }
     int64_t span;
     right = right && !__builtin_mul_overflow(last + 1, element, &span);
@@ -106,8 +106,7 @@ absl::Status CheckTensor(const Tensor& tensor) {
   return absl::OkStatus();
 }
 
-absl::Status CheckTensors(absl::Span<const Tensor> tensors,
-                          bool unique_names) {
+absl::Status CheckTensors(absl::Span<const Tensor> tensors, bool unique_names) {
   absl::flat_hash_set<absl::string_view> names;
   for (const Tensor& tensor : tensors) {
     const absl::Status status = CheckTensor(tensor);

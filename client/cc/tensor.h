@@ -42,7 +42,8 @@ int64_t DTypeBytes(v1::DType dtype);
 
 // Checks what the daemon would check too, so that a mistake is found where it
 // was made. Each names the tensor.
-//   INVALID_ARGUMENT  DTYPE_UNKNOWN, SHAPE_INVALID (a dimension of zero, less, or
+//   INVALID_ARGUMENT  DTYPE_UNKNOWN, SHAPE_INVALID (a dimension of zero, less,
+//   or
 //     above 2^31, or more bytes than int64 holds), BOX_OUT_OF_RANGE,
 //     STRIDES_INVALID (another number of them, negative, or an extent of more
 //     than 2^63 bytes), NAME_INVALID (empty).

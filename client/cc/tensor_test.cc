@@ -73,18 +73,23 @@ TEST(TensorTest, WrongOnesAreNamed) {
               t->shape = {int64_t{1} << 31, int64_t{1} << 31, 4};
             }),
             "SHAPE_INVALID");
-  EXPECT_EQ(reason([](Tensor* t) { t->box = Box{{1, 0}, {4, 6}}; }),
+  EXPECT_EQ(reason([](Tensor* t) {
+              t->box = Box{{1, 0}, {4, 6}};
+            }),
             "BOX_OUT_OF_RANGE");
-  EXPECT_EQ(reason([](Tensor* t) { t->box = Box{{0}, {4}}; }),
+  EXPECT_EQ(reason([](Tensor* t) {
+              t->box = Box{{0}, {4}};
+            }),
             "BOX_OUT_OF_RANGE");
   EXPECT_EQ(reason([](Tensor* t) {
               t->box = Box{{INT64_MAX, 0}, {1, 1}};
             }),
             "BOX_OUT_OF_RANGE");
   EXPECT_EQ(reason([](Tensor* t) { t->strides = {1}; }), "STRIDES_INVALID");
-  EXPECT_EQ(reason([](Tensor* t) { t->strides = {-6, 1}; }),
-            "STRIDES_INVALID");
-  EXPECT_EQ(reason([](Tensor* t) { t->strides = {INT64_MAX, 1}; }),
+  EXPECT_EQ(reason([](Tensor* t) { t->strides = {-6, 1}; }), "STRIDES_INVALID");
+  EXPECT_EQ(reason([](Tensor* t) {
+              t->strides = {INT64_MAX, 1};
+            }),
             "STRIDES_INVALID");
   EXPECT_EQ(ErrorReason(CheckTensors({Matrix(memory), Matrix(memory)}, true)),
             "DUPLICATE_NAME");

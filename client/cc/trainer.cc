@@ -84,9 +84,10 @@ class Trainer::Impl {
         if (region < 0) {
           return ErrorStatus(
               absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
-              absl::StrCat(shard.name,
-                           ": its memory does not lie in an arena of this "
-                           "trainer; place tensors in AllocateArena's memory."));
+              absl::StrCat(
+                  shard.name,
+                  ": its memory does not lie in an arena of this "
+                  "trainer; place tensors in AllocateArena's memory."));
         }
         *request.add_shards() = ToTensorShard(
             shard, region,
@@ -94,9 +95,10 @@ class Trainer::Impl {
       }
     }
     v1::RegisterShardsResponse response;
-    status = Call("RegisterShards", deadline, [&](grpc::ClientContext* context) {
-      return stub_->RegisterShards(context, request, &response);
-    });
+    status =
+        Call("RegisterShards", deadline, [&](grpc::ClientContext* context) {
+          return stub_->RegisterShards(context, request, &response);
+        });
     if (!status.ok()) return status;
     return response;
   }
@@ -138,11 +140,11 @@ class Trainer::Impl {
       const absl::Duration left = deadline - absl::Now();
       *request.mutable_timeout() =
           ToProto(std::max(left, absl::ZeroDuration()));
-      const absl::Status status = Call(
-          "WaitVersion", deadline + absl::Seconds(5),
-          [&](grpc::ClientContext* context) {
-            return stub_->WaitVersion(context, request, &version);
-          });
+      const absl::Status status =
+          Call("WaitVersion", deadline + absl::Seconds(5),
+               [&](grpc::ClientContext* context) {
+                 return stub_->WaitVersion(context, request, &version);
+               });
       if (status.ok()) return version;
       // A server's limit may be shorter than the caller's.
       if (!absl::IsDeadlineExceeded(status) || absl::Now() >= deadline) {

@@ -13,18 +13,21 @@
 //     auto published = (*trainer)->Publish(PublishOptions());
 //     // From here on the tensors may be changed.
 //   }
-//   (*trainer)->Wait(*published, absl::Minutes(5));   // when the outcome matters
+//   (*trainer)->Wait(*published, absl::Minutes(5));   // when the outcome
+//   matters
 //
-// Every rank does so; the i-th calls of Publish of all ranks make one version. A
-// call returns as soon as this rank's tensors are copied out, and waits neither
-// for other ranks nor for the transfer.
+// Every rank does so; the i-th calls of Publish of all ranks make one version.
+// A call returns as soon as this rank's tensors are copied out, and waits
+// neither for other ranks nor for the transfer.
 //
-// The connection is the rank's lease. When it is lost (the daemon was restarted,
-// or this process stood still for longer than the daemon's heartbeat_timeout),
-// every call answers UNAVAILABLE (LEASE_LOST): make a new Trainer. The arenas stay
-// mapped, with their bytes, until this object is destroyed.
+// The connection is the rank's lease. When it is lost (the daemon was
+// restarted, or this process stood still for longer than the daemon's
+// heartbeat_timeout), every call answers UNAVAILABLE (LEASE_LOST): make a new
+// Trainer. The arenas stay mapped, with their bytes, until this object is
+// destroyed.
 //
-// Thread-safe, but the order of concurrent Publish calls is nobody's. One thread.
+// Thread-safe, but the order of concurrent Publish calls is nobody's. One
+// thread.
 #ifndef WEIGHTSYNC_CLIENT_CC_TRAINER_H_
 #define WEIGHTSYNC_CLIENT_CC_TRAINER_H_
 
@@ -93,8 +96,8 @@ struct PublishResult {
 class Trainer {
  public:
   // Opens the rank's session.
-  //   INVALID_ARGUMENT  ADDRESS_INVALID, NAME_INVALID, and those of OpenSession.
-  //   DEADLINE_EXCEEDED  REGISTER_TIMEOUT: no daemon answered.
+  //   INVALID_ARGUMENT  ADDRESS_INVALID, NAME_INVALID, and those of
+  //   OpenSession. DEADLINE_EXCEEDED  REGISTER_TIMEOUT: no daemon answered.
   //   Everything that TrainerService.OpenSession answers.
   static absl::StatusOr<std::unique_ptr<Trainer>> Connect(
       TrainerOptions options);
@@ -107,39 +110,42 @@ class Trainer {
 
   // Memory for this rank's tensors. It is faulted in before the call returns,
   // which takes about a second per GB.
-  //   Everything that AllocateArena answers (MEMORY_EXHAUSTED, ...), and the errors
-  //   of mapping it.
+  //   Everything that AllocateArena answers (MEMORY_EXHAUSTED, ...), and the
+  //   errors of mapping it.
   absl::StatusOr<TrainerArena> AllocateArena(
       int64_t size_bytes, absl::Duration timeout = absl::Minutes(2));
 
-  // Says which part of which parameter lies where. `data` of each must lie in one
-  // of the arenas, whole. Replaces what was registered before. A rank may hold
-  // none.
-  //   INVALID_ARGUMENT  those of CheckTensors; MEMORY_OUT_OF_RANGE: a shard does not
+  // Says which part of which parameter lies where. `data` of each must lie in
+  // one of the arenas, whole. Replaces what was registered before. A rank may
+  // hold none.
+  //   INVALID_ARGUMENT  those of CheckTensors; MEMORY_OUT_OF_RANGE: a shard
+  //   does not
   //     lie in an arena of this trainer.
   //   Everything that RegisterShards answers.
   absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
       const std::vector<Tensor>& shards,
       absl::Duration timeout = absl::Seconds(60));
 
-  // Offers the tensors as they are now. When it returns OK they may be changed; the
-  // caller leaves them alone until then. A broken connection is tried again, with
-  // the same request_id, until `options.timeout`.
+  // Offers the tensors as they are now. When it returns OK they may be changed;
+  // the caller leaves them alone until then. A broken connection is tried
+  // again, with the same request_id, until `options.timeout`.
   //   Everything that PublishVersion answers.
   absl::StatusOr<PublishResult> Publish(const PublishOptions& options);
 
   // Waits for the outcome: the version when every replica serves it.
   //   ABORTED, with the update's own reason and sentence.
-  //   DEADLINE_EXCEEDED  WAIT_TIMEOUT: it goes on; the sentence says where it is.
+  //   DEADLINE_EXCEEDED  WAIT_TIMEOUT: it goes on; the sentence says where it
+  //   is.
   absl::StatusOr<v1::Version> Wait(const PublishResult& published,
                                    absl::Duration timeout);
 
-  // Joins groups and reserves memory ahead of the first publish. Idempotent; every
-  // rank may call it.
+  // Joins groups and reserves memory ahead of the first publish. Idempotent;
+  // every rank may call it.
   //   Everything that AdminService.Prepare answers.
   absl::StatusOr<v1::PrepareResponse> Prepare(absl::Duration timeout);
 
-  // OK while the lease lives; LEASE_LOST or CLOSED, with the reason, afterwards.
+  // OK while the lease lives; LEASE_LOST or CLOSED, with the reason,
+  // afterwards.
   absl::Status status() const;
   // "nodes/{node}" of the daemon.
   std::string node() const;

@@ -23,10 +23,8 @@ inline absl::Time FromProto(const google::protobuf::Timestamp& time) {
 inline google::protobuf::Duration ToProto(absl::Duration duration) {
   google::protobuf::Duration proto;
   absl::Duration rest;
-  proto.set_seconds(
-      absl::IDivDuration(duration, absl::Seconds(1), &rest));
-  proto.set_nanos(
-      static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  proto.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
+  proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
   return proto;
 }
 

@@ -294,11 +294,10 @@ class Worker::Impl {
       return absl::OkStatus();
     }
     if (apply.commit_term() <= 0) {
-      return ErrorStatus(absl::StatusCode::kFailedPrecondition,
-                         "NOT_COMMITTED",
-                         absl::StrCat("The command to apply ",
-                                      apply.update_id(),
-                                      " does not say that it is committed."));
+      return ErrorStatus(
+          absl::StatusCode::kFailedPrecondition, "NOT_COMMITTED",
+          absl::StrCat("The command to apply ", apply.update_id(),
+                       " does not say that it is committed."));
     }
     const auto found = plans_.find(apply.layout_id());
     if (found == plans_.end()) {
@@ -331,8 +330,8 @@ class Worker::Impl {
     }
     if (options_.on_writing) options_.on_writing(apply.update_id());
     *untouched = false;
-    const absl::Status copied =
-        memory_.get()->Copy(*tasks, transport::CopyOptions(), /*digest=*/nullptr);
+    const absl::Status copied = memory_.get()->Copy(
+        *tasks, transport::CopyOptions(), /*digest=*/nullptr);
     if (!copied.ok()) return copied;
     answer->set_copied_bytes(plan->bytes());
 

@@ -9,20 +9,20 @@
 //   if (!worker.ok()) ...
 //   (*worker)->WaitRegistered(absl::Seconds(30));
 //
-// From then on updates arrive by themselves: the daemon commands them only while
-// the replica is paused (client/cc/replica.h), so the engine sees no byte change
-// while it generates.
+// From then on updates arrive by themselves: the daemon commands them only
+// while the replica is paused (client/cc/replica.h), so the engine sees no byte
+// change while it generates.
 //
 // What lies in the tensors is INSTALLED(u), or WRITING(u) from just before the
 // first byte of u is written until the last one was and the store's generations
 // still hold: a mix. The daemon is told of WRITING before the first byte; where
-// it cannot be told, nothing is written. WRITING stands until a whole update was
-// applied, across broken streams and restarts of the daemon: at every
+// it cannot be told, nothing is written. WRITING stands until a whole update
+// was applied, across broken streams and restarts of the daemon: at every
 // registration the worker says what is in its memory.
 //
-// Broken streams are mended by the library: it registers again after a back-off,
-// for as long as the object lives, unless the daemon's answer is one that
-// trying again cannot change (see ended()).
+// Broken streams are mended by the library: it registers again after a
+// back-off, for as long as the object lives, unless the daemon's answer is one
+// that trying again cannot change (see ended()).
 //
 // Thread-safe. Two threads: one for the daemon, one for copies; more while a
 // copy runs.
@@ -61,8 +61,8 @@ struct WorkerOptions {
   // With or without "models/".
   std::string model;
   std::string replica;
-  // The same for the replica and all of its workers, another after every restart
-  // of the engine (RandomId() of client/cc/rpc.h).
+  // The same for the replica and all of its workers, another after every
+  // restart of the engine (RandomId() of client/cc/rpc.h).
   std::string incarnation;
   int worker_index = 0;
   int worker_count = 1;
@@ -72,8 +72,8 @@ struct WorkerOptions {
   int copy_threads = 0;
   // What the tensors hold at the start; default: what the engine loaded.
   v1::InstalledState installed;
-  // Called on the copying thread when the tensors are about to become a mix: after
-  // the daemon was told, before the first byte.
+  // Called on the copying thread when the tensors are about to become a mix:
+  // after the daemon was told, before the first byte.
   std::function<void(const std::string& update_id)> on_writing;
   // Called on the copying thread after every apply, before the daemon is told.
   // Must return soon: the replica is paused.
@@ -106,14 +106,14 @@ class Worker {
   // What is in the tensors now.
   v1::InstalledState installed() const;
 
-  // Waits until a version of at least `version` is installed, or any update when
-  // `version` is 0. DEADLINE_EXCEEDED (INSTALL_TIMEOUT); the daemon's error when
-  // it has refused the worker for good; CANCELLED (CLOSED).
+  // Waits until a version of at least `version` is installed, or any update
+  // when `version` is 0. DEADLINE_EXCEEDED (INSTALL_TIMEOUT); the daemon's
+  // error when it has refused the worker for good; CANCELLED (CLOSED).
   absl::Status WaitInstalled(int64_t version, absl::Duration timeout);
 
-  // The engine has dropped its weights (deep sleep): what was installed is gone.
-  // Registers anew with that, so that the newest version is applied again.
-  // FAILED_PRECONDITION (APPLY_RUNNING) while a copy runs.
+  // The engine has dropped its weights (deep sleep): what was installed is
+  // gone. Registers anew with that, so that the newest version is applied
+  // again. FAILED_PRECONDITION (APPLY_RUNNING) while a copy runs.
   absl::Status MarkDropped();
 
   // OK while registered; why not, otherwise.
