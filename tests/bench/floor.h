@@ -1,16 +1,12 @@
 // What the machine itself can do, measured beside what weightsync does: copies
-// by memcpy, and bytes through plain sockets.
+// by memcpy, and bytes through plain sockets (tests/bench/plain_sockets.h).
+// Errors end the process.
 #ifndef WEIGHTSYNC_TESTS_BENCH_FLOOR_H_
 #define WEIGHTSYNC_TESTS_BENCH_FLOOR_H_
 
-#include <atomic>
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <thread>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
 namespace weightsync {
@@ -39,36 +35,14 @@ class WarmMemory {
 absl::Duration TimeMemcpy(const WarmMemory& source, const WarmMemory& target,
                           int threads);
 
-// The receiving end of plain sockets: takes what comes into one warm buffer,
-// and answers one byte per stream when all of that stream is there.
-class SocketSink {
- public:
-  // Listens on all addresses; port 0: one that the kernel chooses. `bytes` is
-  // the most that one sender may send at a time.
-  static absl::StatusOr<std::unique_ptr<SocketSink>> Start(int port,
-                                                           int64_t bytes);
-  ~SocketSink();
-
-  int port() const { return port_; }
-
- private:
-  SocketSink(int listener, int port, int64_t bytes);
-  void Accept();
-  void Receive(int socket);
-
-  const int listener_;
-  const int port_;
-  WarmMemory memory_;
-  std::atomic<bool> stopping_{false};
-  std::thread thread_;
-};
+// The receiving end of plain sockets, for the rest of the process's life: takes
+// what TimeSockets sends, at most `bytes` at a time, into one warm buffer.
+void StartSink(const std::string& host, int port, int64_t bytes);
 
 // Sends `source` to a sink over that many connections, made before the clock
 // starts; the time from the first byte until the sink has all.
-// UNAVAILABLE when it cannot be reached or breaks off.
-absl::StatusOr<absl::Duration> TimeSockets(const WarmMemory& source,
-                                           const std::string& host, int port,
-                                           int streams);
+absl::Duration TimeSockets(const WarmMemory& source, const std::string& host,
+                           int port, int streams);
 
 }  // namespace bench
 }  // namespace weightsync

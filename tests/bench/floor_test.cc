@@ -1,7 +1,5 @@
 #include "tests/bench/floor.h"
 
-#include <memory>
-
 #include "gtest/gtest.h"
 
 namespace weightsync {
@@ -18,27 +16,6 @@ TEST(FloorTest, MemcpyCopiesAll) {
   for (int64_t i = 0; i < kBytes; ++i) {
     ASSERT_EQ(source.data()[i], target.data()[i]) << "at " << i;
   }
-}
-
-TEST(FloorTest, SocketsSendAllWithAnyNumberOfStreams) {
-  absl::StatusOr<std::unique_ptr<SocketSink>> sink =
-      SocketSink::Start(0, kBytes);
-  ASSERT_TRUE(sink.ok()) << sink.status();
-  WarmMemory source(kBytes);
-  for (int streams : {1, 2, 4}) {
-    absl::StatusOr<absl::Duration> time =
-        TimeSockets(source, "127.0.0.1", (*sink)->port(), streams);
-    ASSERT_TRUE(time.ok()) << time.status();
-    EXPECT_GT(*time, absl::ZeroDuration());
-  }
-}
-
-TEST(FloorTest, WhatTheSinkCannotTakeIsAnError) {
-  absl::StatusOr<std::unique_ptr<SocketSink>> sink =
-      SocketSink::Start(0, kBytes - 1);
-  ASSERT_TRUE(sink.ok()) << sink.status();
-  WarmMemory source(kBytes);
-  EXPECT_FALSE(TimeSockets(source, "127.0.0.1", (*sink)->port(), 1).ok());
 }
 
 }  // namespace

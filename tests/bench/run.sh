@@ -21,6 +21,7 @@
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+. tests/bench/netns.sh
 readonly ALL=(same_node_stage daemon_memory one_hop fanout_1 fanout_2 fanout_4
   plan_deepseek plan_growth replan)
 readonly SMOKE=(same_node_stage daemon_memory one_hop fanout_2 plan_growth)
@@ -70,7 +71,7 @@ readonly PLAN_BENCH=bazel-bin/tests/bench/plan_bench
 work=$(mktemp -d "${TMPDIR:-/tmp}/weightsync-bench.XXXXXX") || exit 1
 results=$work/results
 : >"$results"
-namespaces=()
+networked=   # set while there are network namespaces
 daemons=()  # process ids
 workers=()  # process ids
 
@@ -81,14 +82,16 @@ tear_down() {
   for pid in "${workers[@]}"; do wait "$pid" 2>/dev/null; done
   for pid in "${daemons[@]}"; do kill -TERM "$pid" 2>/dev/null; done
   for pid in "${daemons[@]}"; do wait "$pid" 2>/dev/null; done
-  local ns
-  for ns in "${namespaces[@]}"; do ip netns del "$ns" 2>/dev/null; done
+  if [[ -n "$networked" ]]; then netns_destroy; fi
   workers=()
   daemons=()
-  namespaces=()
+  networked=
 }
-trap 'tear_down; rm -rf "$work"' EXIT
-trap 'exit 130' INT TERM
+set_traps() {
+  trap 'tear_down; rm -rf "$work"' EXIT
+  trap 'exit 130' INT TERM
+}
+set_traps
 
 # Waits until a file exists: `wait_for FILE SECONDS PID`. Fails when the process ends before.
 wait_for() {
@@ -101,40 +104,25 @@ wait_for() {
   done
 }
 
-# Where node $1 lives: a prefix for commands.
+# Where node $1 lives: a prefix for commands, which become the process that was started.
 inside() {
-  if ((${#namespaces[@]} > 0)); then
-    echo ip netns exec "wsb$$-$1"
+  if [[ -n "$networked" ]]; then
+    echo ip netns exec "$(netns_name "$1")"
   fi
 }
 
 address() {
-  if ((${#namespaces[@]} > 0)); then echo "10.250.0.$(($1 + 1))"; else echo 127.0.0.1; fi
+  if [[ -n "$networked" ]]; then netns_address "$1"; else echo 127.0.0.1; fi
 }
 
-# A switch and N hosts around it, each behind a link of the given rate (tc tbf, both ways) or as
-# fast as the machine is.
+# So many hosts, each behind a link of the given rate or as fast as the machine is.
 make_network() {
-  local count=$1 rate=${2:-} i
-  local switch=wsb$$-sw
-  ip netns add "$switch" || return 1
-  namespaces+=("$switch")
-  ip -n "$switch" link add br0 type bridge && ip -n "$switch" link set br0 up || return 1
-  for ((i = 0; i < count; ++i)); do
-    local ns=wsb$$-$i
-    ip netns add "$ns" || return 1
-    namespaces+=("$ns")
-    ip -n "$switch" link add "port$i" type veth peer name eth0 netns "$ns" &&
-      ip -n "$switch" link set "port$i" master br0 up &&
-      ip -n "$ns" addr add "10.250.0.$((i + 1))/24" dev eth0 &&
-      ip -n "$ns" link set eth0 up &&
-      ip -n "$ns" link set lo up || return 1
-    if [[ -n "$rate" ]]; then
-      ip netns exec "$ns" tc qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 50ms &&
-        ip netns exec "$switch" tc qdisc add dev "port$i" root tbf rate "$rate" burst 256kb \
-          latency 50ms || return 1
-    fi
-  done
+  networked=1
+  netns_create "$@"
+  local status=$?
+  # It has set its own.
+  set_traps
+  return $status
 }
 
 # Starts the daemon of node $1 with a budget of $2 bytes; node 0 coordinates.
@@ -143,7 +131,7 @@ start_daemon() {
   rm -rf "$ready" "$work/state$i"
   local flags=(--node="n$i" --unix_socket="$work/n$i.sock" --state_dir="$work/state$i"
     --ready_file="$ready" --store_budget_bytes="$budget")
-  if ((${#namespaces[@]} > 0)); then
+  if [[ -n "$networked" ]]; then
     flags+=(--insecure --listen="$(address "$i"):$PORT" --data_address="$(address "$i")")
   else
     flags+=(--listen=127.0.0.1:0)
@@ -151,7 +139,6 @@ start_daemon() {
   if ((i > 0)); then
     flags+=(--coordinator_address="$(address 0):$PORT")
   fi
-  # `ip netns exec` becomes the program: the process id is the daemon's.
   $(inside "$i") "$DAEMON" "${flags[@]}" >"$work/n$i.log" 2>&1 &
   daemons+=($!)
   if ! wait_for "$ready" 30 "${daemons[-1]}"; then
