@@ -40,13 +40,12 @@ absl::StatusOr<schedule::Box> BoxFromProto(bool has_box, const v1::Box& box,
   if (result.offset.size() != shape.size() ||
       result.extent.size() != shape.size() ||
       !schedule::InsideShape(result, shape)) {
-    return Invalid("BOX_OUT_OF_RANGE", parameter,
-                   absl::StrCat("a box with offset ",
-                                schedule::DimsString(result.offset),
-                                " and extent ",
-                                schedule::DimsString(result.extent),
-                                " does not lie inside shape ",
-                                schedule::DimsString(shape)));
+    return Invalid(
+        "BOX_OUT_OF_RANGE", parameter,
+        absl::StrCat("a box with offset ", schedule::DimsString(result.offset),
+                     " and extent ", schedule::DimsString(result.extent),
+                     " does not lie inside shape ",
+                     schedule::DimsString(shape)));
   }
   return result;
 }

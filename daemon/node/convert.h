@@ -28,8 +28,8 @@ absl::StatusOr<schedule::Box> BoxFromProto(bool has_box, const v1::Box& box,
 // Strides in bytes of a tensor with `extent`: `strides` times the element, or
 // row-major when there are none. *span gets the bytes from the first element to
 // the end of the last one. INVALID_ARGUMENT (STRIDES_INVALID), naming
-// `parameter`, for a wrong count, a negative stride, one under which two elements
-// share bytes, or a span above 2^62.
+// `parameter`, for a wrong count, a negative stride, one under which two
+// elements share bytes, or a span above 2^62.
 absl::StatusOr<schedule::Dims> StridesFromProto(
     const google::protobuf::RepeatedField<int64_t>& strides,
     absl::Span<const int64_t> extent, int64_t element_bytes,

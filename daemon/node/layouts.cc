@@ -79,7 +79,9 @@ int64_t NodeLayout::LocalBytes() const {
   return bytes;
 }
 
-std::string LayoutId(uint64_t digest) { return absl::StrFormat("%016x", digest); }
+std::string LayoutId(uint64_t digest) {
+  return absl::StrFormat("%016x", digest);
+}
 
 absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
                                              absl::string_view node) {
@@ -139,7 +141,8 @@ absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
   hash.Add(layout.plan.digest);
   hash.Add(absl::string_view(layout.model));
   hash.Add(static_cast<uint64_t>(layout.nodes.size()));
-  for (const std::string& name : layout.nodes) hash.Add(absl::string_view(name));
+  for (const std::string& name : layout.nodes)
+    hash.Add(absl::string_view(name));
   layout.id = LayoutId(hash.Finish());
   for (int32_t b = 0; layout.node >= 0 && b < layout.bucket_count(); ++b) {
     const std::vector<int32_t>& nodes = layout.plan.need_nodes(b);

@@ -60,8 +60,7 @@ TEST(LayoutBook, ADifferentDigestIsRefused) {
   absl::Status status = book.Define(define);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(ReasonOf(status), "LAYOUT_MISMATCH");
-  EXPECT_EQ(ReasonOf(book.Find(define.layout_id()).status()),
-            "LAYOUT_UNKNOWN");
+  EXPECT_EQ(ReasonOf(book.Find(define.layout_id()).status()), "LAYOUT_UNKNOWN");
 }
 
 // Ids say whose layout it is: the plan alone would not differ.
@@ -84,7 +83,8 @@ TEST(LayoutBook, IndicesOutOfRangeAreRefused) {
   define.mutable_workers(0)->mutable_boxes(0)->set_ordinal(1000);
   EXPECT_EQ(ReasonOf(book.Define(define)), "LAYOUT_INVALID");
   define = TwoNodes();
-  define.mutable_sources(0)->mutable_shards(0)->mutable_box()->set_offset(0, -1);
+  define.mutable_sources(0)->mutable_shards(0)->mutable_box()->set_offset(0,
+                                                                          -1);
   EXPECT_EQ(ReasonOf(book.Define(define)), "BOX_OUT_OF_RANGE");
 }
 
@@ -132,7 +132,8 @@ TEST(BucketDigestMap, AddsUpOverAnySplit) {
               run.element_count = 1;
               run.element_bytes =
                   static_cast<int32_t>(schedule::DTypeSize(param.dtype));
-              transport::DigestAccumulate(bytes.data() + offset, run, &expected);
+              transport::DigestAccumulate(bytes.data() + offset, run,
+                                          &expected);
               offset += run.element_bytes;
             }
           });
@@ -206,8 +207,7 @@ TEST(CopyPlan, WhatTheTrainersDoNotHoldIsNamed) {
             "BOX_OUT_OF_RANGE");
   wanted = testing::WantedBy(define, 0);
   wanted.Mutable(0)->add_strides(1);
-  EXPECT_EQ(ReasonOf(MakeCopyPlan(layout, wanted).status()),
-            "STRIDES_INVALID");
+  EXPECT_EQ(ReasonOf(MakeCopyPlan(layout, wanted).status()), "STRIDES_INVALID");
   EXPECT_NE(MakeCopyPlan(layout, wanted).status().message().find("embed"),
             absl::string_view::npos);
 }

@@ -53,9 +53,9 @@ std::shared_ptr<NodeUpdate> Mover::Find(const std::string& update_id) {
 }
 
 std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
-                                             int64_t version,
-                                             const std::string& layout_id,
-                                             absl::Status* status) {
+                                              int64_t version,
+                                              const std::string& layout_id,
+                                              absl::Status* status) {
   absl::MutexLock lock(&mutex_);
   if (shut_down_) {
     *status = MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
@@ -65,11 +65,10 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
   auto it = runs_.find(update_id);
   if (it != runs_.end() && !it->second->finished()) {
     if (it->second->layout()->id == layout_id) return it->second;
-    *status = MakeError(absl::StatusCode::kFailedPrecondition,
-                        "UPDATE_LAYOUT_MISMATCH",
-                        absl::StrCat("update ", update_id, " has layout ",
-                                     it->second->layout()->id, ", not ",
-                                     layout_id));
+    *status = MakeError(
+        absl::StatusCode::kFailedPrecondition, "UPDATE_LAYOUT_MISMATCH",
+        absl::StrCat("update ", update_id, " has layout ",
+                     it->second->layout()->id, ", not ", layout_id));
     return nullptr;
   }
   for (const auto& ended : ended_) {
@@ -97,7 +96,7 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
   // A dry run that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));
   run = std::make_shared<NodeUpdate>(std::move(context), update_id, version,
-                                    *std::move(layout));
+                                     *std::move(layout));
   return run;
 }
 
@@ -150,12 +149,12 @@ void Mover::PrepareUpdate(const v1::PrepareUpdate& command) {
     absl::MutexLock lock(&mutex_);
     transport::Epoch& newest = newest_epochs_[command.model()];
     if (epoch < newest) {
-      status = MakeError(absl::StatusCode::kFailedPrecondition, "STALE_EPOCH",
-                         absl::StrCat("node ", options_.node,
-                                      " has seen epoch ", newest.term, ".",
-                                      newest.counter, " of ", command.model(),
-                                      ", which is newer than ", epoch.term,
-                                      ".", epoch.counter));
+      status =
+          MakeError(absl::StatusCode::kFailedPrecondition, "STALE_EPOCH",
+                    absl::StrCat("node ", options_.node, " has seen epoch ",
+                                 newest.term, ".", newest.counter, " of ",
+                                 command.model(), ", which is newer than ",
+                                 epoch.term, ".", epoch.counter));
     } else {
       newest = epoch;
     }
@@ -218,8 +217,8 @@ void Mover::EndUpdate(const v1::EndUpdate& command) {
 
 absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
   absl::Status status;
-  auto run = FindOrMake(source.update_id, source.version, source.layout_id,
-                        &status);
+  auto run =
+      FindOrMake(source.update_id, source.version, source.layout_id, &status);
   absl::StatusOr<SnapshotResult> result = [&] {
     using Result = absl::StatusOr<SnapshotResult>;
     if (run == nullptr) {
@@ -229,8 +228,7 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
       }
       return Result(status);
     }
-    auto shards =
-        ResolveShards(*run->layout(), source.regions, source.shards);
+    auto shards = ResolveShards(*run->layout(), source.regions, source.shards);
     if (!shards.ok()) return Result(shards.status());
     Result taken = run->Snapshot(source.rank, *shards, source.cancel.get());
     if (taken.ok()) return taken;

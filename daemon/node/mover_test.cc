@@ -208,7 +208,8 @@ TEST(Mover, AnUpdateOverTheBudgetIsRefusedAndDisturbsNobody) {
   EXPECT_NE(refused.failure().message().find("307200"), std::string::npos)
       << refused.failure().message();
   update.End(false);
-  EXPECT_TRUE(Eventually([&] { return UsedBytes(a) == 0 && UsedBytes(c) == 0; }));
+  EXPECT_TRUE(
+      Eventually([&] { return UsedBytes(a) == 0 && UsedBytes(c) == 0; }));
 
   const v1::DefineLayout fits = ModelBuilder("models/n")
                                     .SmallModel()
@@ -307,9 +308,11 @@ TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
   }
   update.Move();
   ASSERT_TRUE(update.Snapshot(&a, model).ok());
-  const v1::UpdateVerified failed = c.WaitFor([](const v1::NodeReport& r) {
-    return r.has_update_verified() && !r.update_verified().failure().reason().empty();
-  }).update_verified();
+  const v1::UpdateVerified failed =
+      c.WaitFor([](const v1::NodeReport& r) {
+         return r.has_update_verified() &&
+                !r.update_verified().failure().reason().empty();
+       }).update_verified();
   EXPECT_EQ(failed.edge_from(), "b");
   EXPECT_EQ(failed.edge_to(), "c");
   EXPECT_EQ(failed.epoch().counter(), 1);
@@ -414,7 +417,8 @@ TEST(Mover, AFlowThatBringsTooLittleIsRefused) {
   command.mutable_flows()->RemoveLast();
   b.mover().PrepareUpdate(command);
   const auto report = b.WaitFor([](const v1::NodeReport& r) {
-    return r.has_update_prepared() && r.update_prepared().epoch().counter() == 9;
+    return r.has_update_prepared() &&
+           r.update_prepared().epoch().counter() == 9;
   });
   EXPECT_EQ(report.update_prepared().failure().reason(), "FLOW_INVALID");
   command.set_update_id("w");
@@ -422,7 +426,10 @@ TEST(Mover, AFlowThatBringsTooLittleIsRefused) {
   b.mover().PrepareUpdate(command);
   EXPECT_EQ(b.WaitFor([](const v1::NodeReport& r) {
                return r.update_prepared().update_id() == "w";
-             }).update_prepared().failure().reason(),
+             })
+                .update_prepared()
+                .failure()
+                .reason(),
             "LAYOUT_UNKNOWN");
   update.End(false);
 }
@@ -472,9 +479,7 @@ TEST(Mover, AbandoningKeepsWhatIsWhole) {
                              "the coordinator is gone"));
   }
   for (TestNode* node : nodes) {
-    EXPECT_TRUE(Eventually([&] {
-      return !node->store().Pin("begun").ok();
-    }));
+    EXPECT_TRUE(Eventually([&] { return !node->store().Pin("begun").ok(); }));
     ASSERT_EQ(node->store().HeldUpdates().size(), 1u);
     EXPECT_EQ(node->store().HeldUpdates()[0].update_id(), "whole");
   }

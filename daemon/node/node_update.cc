@@ -20,6 +20,10 @@ namespace {
 using transport::Landing;
 using transport::MakeError;
 
+// After a commit every byte is everywhere; what may still be on its way is a
+// neighbour's word that it is.
+constexpr absl::Duration kLeaveTogether = absl::Seconds(2);
+
 absl::Duration FromProtoOr(bool present, const google::protobuf::Duration& d,
                            absl::Duration otherwise) {
   if (!present) return otherwise;
@@ -71,7 +75,7 @@ class NodeUpdate::FrameCount final : public Landing::Watcher {
 };
 
 NodeUpdate::NodeUpdate(Context context, std::string update_id, int64_t version,
-                     std::shared_ptr<const NodeLayout> layout)
+                       std::shared_ptr<const NodeLayout> layout)
     : context_(std::move(context)),
       update_id_(std::move(update_id)),
       version_(version),
@@ -193,8 +197,9 @@ void NodeUpdate::Drive() {
     absl::optional<v1::MoveUpdate> move;
     {
       absl::MutexLock lock(&mutex_);
-      const absl::Duration patience =
-          round_ != nullptr ? context_.report_interval : absl::InfiniteDuration();
+      const absl::Duration patience = round_ != nullptr
+                                          ? context_.report_interval
+                                          : absl::InfiniteDuration();
       mutex_.AwaitWithTimeout(absl::Condition(&woken_), patience);
       woken_ = false;
       if (ended_) break;
@@ -205,8 +210,8 @@ void NodeUpdate::Drive() {
     }
     if (prepare.has_value()) StartRound(*prepare);
     if (move.has_value()) {
-      if (round_ == nullptr || !(FromProto(move->epoch()) ==
-                                 FromProto(round_->command.epoch()))) {
+      if (round_ == nullptr ||
+          !(FromProto(move->epoch()) == FromProto(round_->command.epoch()))) {
         LOG(WARNING) << "MoveUpdate of update " << update_id_
                      << " for an epoch that is not prepared is ignored";
       } else {
@@ -256,9 +261,9 @@ void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
       }
       return;
     }
-    CloseRound(MakeError(absl::StatusCode::kAborted, "NEWER_EPOCH",
-                         absl::StrCat("epoch ", asked.term, ".", asked.counter,
-                                      " has begun")));
+    CloseRound(MakeError(
+        absl::StatusCode::kAborted, "NEWER_EPOCH",
+        absl::StrCat("epoch ", asked.term, ".", asked.counter, " has begun")));
   }
   round_ = std::make_unique<Round>();
   round_->command = command;
@@ -290,10 +295,9 @@ absl::Status NodeUpdate::FillRound(Round* round) {
       if (flow.members(i).node() == context_.node) self = i;
     }
     if (self < 0 || flow.members_size() < 2) {
-      return InvalidFlow(absl::StrCat("flow ", flow.flow_id(), " of ",
-                                      flow.members_size(),
-                                      " nodes was told to node ",
-                                      context_.node, ", which is not in it"));
+      return InvalidFlow(absl::StrCat(
+          "flow ", flow.flow_id(), " of ", flow.members_size(),
+          " nodes was told to node ", context_.node, ", which is not in it"));
     }
     for (int32_t bucket : flow.buckets()) {
       if (bucket < 0 || bucket >= layout_->bucket_count()) {
@@ -359,8 +363,7 @@ absl::Status NodeUpdate::FillRound(Round* round) {
       edge_failures_.push_back(status);
       woken_ = true;
     };
-    auto group =
-        context_.groups->NewGroup(std::move(spec), std::move(options));
+    auto group = context_.groups->NewGroup(std::move(spec), std::move(options));
     if (!group.ok()) return group.status();
     run->group = *std::move(group);
   }
@@ -403,8 +406,8 @@ void NodeUpdate::CloseRound(const absl::Status& why) {
     round_->closed = true;
     for (const auto& flow : round_->flows) {
       // One that is at rest leaves quietly.
-      const bool rests = flow->joined && flow->status.ok() &&
-                         (flow->done || !round_->move);
+      const bool rests =
+          flow->joined && flow->status.ok() && (flow->done || !round_->move);
       if (flow->group != nullptr && !rests) busy.push_back(flow->group.get());
     }
   }
@@ -563,8 +566,7 @@ void NodeUpdate::ReportProgress(bool last) {
 void NodeUpdate::ReportFailure(const absl::Status& status) {
   const std::string edge = transport::EdgeOf(status).value_or("");
   // Both Wait and on_edge_failed tell of an edge.
-  if (!round_->blamed
-           .insert(edge.empty() ? transport::ReasonOf(status) : edge)
+  if (!round_->blamed.insert(edge.empty() ? transport::ReasonOf(status) : edge)
            .second) {
     return;
   }
@@ -612,6 +614,18 @@ void NodeUpdate::Finish() {
     }
     why = why_;
     committed = committed_;
+  }
+  if (committed && round_ != nullptr) {
+    absl::MutexLock lock(&mutex_);
+    Round* round = round_.get();
+    auto at_rest = [this, round]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return !round->move ||
+             std::all_of(round->flows.begin(), round->flows.end(),
+                         [](const std::unique_ptr<FlowRun>& flow) {
+                           return flow->done;
+                         });
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&at_rest), kLeaveTogether);
   }
   CloseRound(why);
 

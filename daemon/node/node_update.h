@@ -1,10 +1,10 @@
-// One update on this node, from its first command to its end. What Mover is made
-// of.
+// One update on this node, from its first command to its end. What Mover is
+// made of.
 //
-// A thread of its own (the driver) carries the commands out, in order, and sends
-// all reports but RankSnapshotted. It never waits inside a group: each group has a
-// thread that joins, moves and waits, so that a new epoch or the end is taken up
-// at once and aborts them.
+// A thread of its own (the driver) carries the commands out, in order, and
+// sends all reports but RankSnapshotted. It never waits inside a group: each
+// group has a thread that joins, moves and waits, so that a new epoch or the
+// end is taken up at once and aborts them.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 #define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
@@ -55,7 +55,7 @@ class NodeUpdate {
   };
 
   NodeUpdate(Context context, std::string update_id, int64_t version,
-            std::shared_ptr<const NodeLayout> layout);
+             std::shared_ptr<const NodeLayout> layout);
   // REQUIRES: End was called. Joins the driver.
   ~NodeUpdate();
 
@@ -67,7 +67,8 @@ class NodeUpdate {
   void Prepare(const v1::PrepareUpdate& command);
   void Move(const v1::MoveUpdate& command);
   void Manifest(const v1::UpdateManifest& command);
-  // The first call counts. `why` is what a rank that is being copied out is told.
+  // The first call counts. `why` is what a rank that is being copied out is
+  // told.
   void End(bool committed, absl::Status why);
 
   // On the caller's thread; see Mover::SnapshotRank. Does not report.

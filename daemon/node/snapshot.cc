@@ -17,8 +17,7 @@ namespace {
 
 using transport::Landing;
 using transport::MakeError;
-using ShardsOf =
-    absl::flat_hash_map<uint32_t, std::vector<const SourceShard*>>;
+using ShardsOf = absl::flat_hash_map<uint32_t, std::vector<const SourceShard*>>;
 
 // Checks one shard against its region; fills all of *out but the ordinal.
 absl::Status Resolve(const schedule::Param& param,

@@ -90,9 +90,8 @@ TEST(Snapshot, FillsEveryPieceAndCountsItsDigest) {
           box.add_offset(piece.box.offset[d]);
           box.add_extent(piece.box.extent[d]);
         }
-        const std::string expected =
-            BoxBytes(define.catalog(piece.ordinal), model.tensor(piece.ordinal),
-                     box);
+        const std::string expected = BoxBytes(define.catalog(piece.ordinal),
+                                              model.tensor(piece.ordinal), box);
         EXPECT_TRUE(snapshot.bytes[i].compare(piece.offset, expected.size(),
                                               expected) == 0)
             << define.catalog(piece.ordinal).name();
@@ -156,8 +155,7 @@ TEST(Snapshot, ComposesAPieceOfSeveralShards) {
     *shard->mutable_parameter() = define.catalog(0);
     *shard->mutable_box() = testing::MakeBox({0, half * 25}, {60, 25});
     shard->set_offset_bytes(static_cast<int64_t>(source.bytes.size()));
-    source.bytes +=
-        BoxBytes(define.catalog(0), model.tensor(0), shard->box());
+    source.bytes += BoxBytes(define.catalog(0), model.tensor(0), shard->box());
   }
   Snapshot snapshot(define, 0);
   auto result = snapshot.Take(0, source);
@@ -177,20 +175,16 @@ TEST(Snapshot, MemoryOutsideItsRegionIsRefused) {
   Snapshot snapshot(define, 0);
   RankMemory source = MakeRankMemory(define, model, 0);
   source.bytes.pop_back();
-  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()),
-            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()), "MEMORY_OUT_OF_RANGE");
   source = MakeRankMemory(define, model, 0);
   source.shards.Mutable(0)->set_offset_bytes(-2);
-  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()),
-            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()), "MEMORY_OUT_OF_RANGE");
   source = MakeRankMemory(define, model, 0);
   source.shards.Mutable(0)->set_offset_bytes(int64_t{1} << 62);
-  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()),
-            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()), "MEMORY_OUT_OF_RANGE");
   source = MakeRankMemory(define, model, 0);
   source.shards.Mutable(0)->set_region(1);
-  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()),
-            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()), "MEMORY_OUT_OF_RANGE");
   source = MakeRankMemory(define, model, 0);
   source.shards.Mutable(0)->mutable_parameter()->set_dtype(v1::DTYPE_F32);
   EXPECT_EQ(ReasonOf(snapshot.Take(0, source).status()), "CATALOG_MISMATCH");
@@ -200,8 +194,8 @@ TEST(Snapshot, ACancelledOneFailsItsLandings) {
   const v1::DefineLayout define = Define();
   const ModelBytes model(define, 1);
   Snapshot snapshot(define, 0);
-  snapshot.cancel.Cancel(transport::MakeError(absl::StatusCode::kAborted,
-                                              "RANK_LOST", "it died"));
+  snapshot.cancel.Cancel(
+      transport::MakeError(absl::StatusCode::kAborted, "RANK_LOST", "it died"));
   auto result = snapshot.Take(0, MakeRankMemory(define, model, 0));
   EXPECT_EQ(ReasonOf(result.status()), "RANK_LOST");
   for (const auto& landing : snapshot.landings) {

@@ -75,7 +75,8 @@ TEST_F(StoreTest, MemoryIsMadeAheadAndUsedAgain) {
   Make(8 << 20);
   ASSERT_TRUE(store().ReserveFor("models/m", kUpdateBytes).ok());
   const std::vector<std::string> arenas = store().ArenaIds();
-  EXPECT_EQ(arenas.size(), 2u) << "the incoming update beside the installed one";
+  EXPECT_EQ(arenas.size(), 2u)
+      << "the incoming update beside the installed one";
   EXPECT_EQ(node_->arenas_added(), arenas);
   for (int i = 0; i < 10; ++i) Commit("u" + std::to_string(i), layout_);
   EXPECT_EQ(store().ArenaIds(), arenas) << "no memory is made for an update";
@@ -176,13 +177,11 @@ TEST_F(StoreTest, AReaderOfAReusedExtentNotices) {
 TEST_F(StoreTest, OnlyWholeUpdatesAreGivenOut) {
   Make(8 << 20);
   ASSERT_TRUE(Reserve("u1", layout_).ok());
-  EXPECT_EQ(ReasonOf(store().Locate("u1", {0}).status()),
-            "UPDATE_INCOMPLETE");
+  EXPECT_EQ(ReasonOf(store().Locate("u1", {0}).status()), "UPDATE_INCOMPLETE");
   EXPECT_EQ(ReasonOf(store().Commit("u1")), "UPDATE_INCOMPLETE");
   ASSERT_TRUE(store().MarkWhole("u1").ok());
   EXPECT_TRUE(store().Locate("u1", {0}).ok());
-  EXPECT_EQ(ReasonOf(store().Locate("u1", {0, 2}).status()),
-            "BUCKET_UNKNOWN");
+  EXPECT_EQ(ReasonOf(store().Locate("u1", {0, 2}).status()), "BUCKET_UNKNOWN");
   EXPECT_EQ(ReasonOf(store().Commit("u9")), "UPDATE_UNKNOWN");
 }
 
@@ -192,8 +191,9 @@ TEST_F(StoreTest, ReservingAgainAnswersTheSameRoom) {
   auto again = store().Reserve("u1", 1, layout_, {0, 1});
   ASSERT_TRUE(first.ok() && again.ok());
   EXPECT_EQ((*first)[0].data.data(), (*again)[0].data.data());
-  EXPECT_EQ(ReasonOf(store().Reserve("u1", 1, Layout("models/n"), {0}).status()),
-            "UPDATE_LAYOUT_MISMATCH");
+  EXPECT_EQ(
+      ReasonOf(store().Reserve("u1", 1, Layout("models/n"), {0}).status()),
+      "UPDATE_LAYOUT_MISMATCH");
 }
 
 TEST_F(StoreTest, ForgettingAModelGivesItsMemoryBack) {

@@ -222,7 +222,7 @@ TestNode::TestNode(std::string name, Options options)
   store.keep_updates = options.keep_updates;
   store_ = std::make_unique<Store>(store, &memory_, this);
   transport::tcp::EndpointOptions endpoint;
-  endpoint.cluster_id = kCluster;
+  // Like a daemon at its first start, it learns its cluster later.
   endpoint.faults = options.faults;
   auto made = transport::tcp::Endpoint::Create(endpoint);
   CHECK(made.ok()) << made.status();
@@ -265,14 +265,16 @@ v1::NodeReport TestNode::WaitFor(
 }
 
 v1::UpdatePrepared TestNode::WaitPrepared(absl::Duration timeout) {
-  return WaitFor([](const v1::NodeReport& r) { return r.has_update_prepared(); },
-                 timeout)
+  return WaitFor(
+             [](const v1::NodeReport& r) { return r.has_update_prepared(); },
+             timeout)
       .update_prepared();
 }
 
 v1::UpdateVerified TestNode::WaitVerified(absl::Duration timeout) {
-  return WaitFor([](const v1::NodeReport& r) { return r.has_update_verified(); },
-                 timeout)
+  return WaitFor(
+             [](const v1::NodeReport& r) { return r.has_update_verified(); },
+             timeout)
       .update_verified();
 }
 
@@ -330,8 +332,8 @@ absl::StatusOr<std::vector<std::string>> TestNode::Apply(
     std::vector<transport::CopyTask> tasks;
     for (const v1::TensorCopy& copy : bucket.copies()) {
       transport::CopyTask task;
-      task.src = arena->data() + slot.offset_bytes() +
-                 copy.bucket_offset_bytes();
+      task.src =
+          arena->data() + slot.offset_bytes() + copy.bucket_offset_bytes();
       task.dst = &live[copy.tensor()][0] + copy.tensor_offset_bytes();
       task.run_bytes = copy.run_bytes();
       for (int d = 0; d < copy.extents_size(); ++d) {
@@ -343,9 +345,8 @@ absl::StatusOr<std::vector<std::string>> TestNode::Apply(
       }
       tasks.push_back(std::move(task));
     }
-    absl::Status status =
-        transport::GuardedApply(&memory_, *arena, slot.generation_slot(),
-                                slot.generation(), tasks);
+    absl::Status status = transport::GuardedApply(
+        &memory_, *arena, slot.generation_slot(), slot.generation(), tasks);
     if (!status.ok()) return status;
   }
   return live;
@@ -481,8 +482,8 @@ absl::Status TestUpdate::Snapshot(TestNode* node, const ModelBytes& model) {
   for (const v1::LayoutSource& source : define_.sources()) {
     if (define_.nodes(source.node()).node() != node->name()) continue;
     const RankMemory memory = MakeRankMemory(define_, model, source.rank());
-    auto result = node->Snapshot(define_, update_id_, version_, source.rank(),
-                                 memory);
+    auto result =
+        node->Snapshot(define_, update_id_, version_, source.rank(), memory);
     if (!result.ok()) return result.status();
     for (const v1::BucketDigest& bucket : result->buckets) {
       *manifest_.add_buckets() = bucket;

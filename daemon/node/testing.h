@@ -1,6 +1,6 @@
-// Clusters of the data side in one process, for tests: nodes that move real bytes
-// over loopback, a model whose every element is known, and a stand-in for the
-// coordinator.
+// Clusters of the data side in one process, for tests: nodes that move real
+// bytes over loopback, a model whose every element is known, and a stand-in for
+// the coordinator.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_TESTING_H_
 #define WEIGHTSYNC_DAEMON_NODE_TESTING_H_
@@ -119,8 +119,8 @@ class TestNode : public Store::Observer {
   transport::HostMemory& memory() { return memory_; }
   std::string address() const { return endpoint_->address(); }
 
-  // The first report, from now or before, for which `wanted` is true; it is taken
-  // out. One without anything set, and a test failure, after `timeout`.
+  // The first report, from now or before, for which `wanted` is true; it is
+  // taken out. One without anything set, and a test failure, after `timeout`.
   v1::NodeReport WaitFor(std::function<bool(const v1::NodeReport&)> wanted,
                          absl::Duration timeout = kDeadline);
   v1::UpdatePrepared WaitPrepared(absl::Duration timeout = kDeadline);
@@ -136,9 +136,9 @@ class TestNode : public Store::Observer {
 
   // Installs the update in a fresh worker as a worker's process would: by its
   // CopyPlan, under the generations. Its tensors, in the order of `wanted`.
-  absl::StatusOr<std::vector<std::string>> Apply(
-      const v1::DefineLayout& define, const std::string& update_id,
-      const WantedTensors& wanted);
+  absl::StatusOr<std::vector<std::string>> Apply(const v1::DefineLayout& define,
+                                                 const std::string& update_id,
+                                                 const WantedTensors& wanted);
 
   // What the store told.
   std::vector<std::string> arenas_added();
