@@ -14,6 +14,7 @@
 // The source prints a JSON object.
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cstring>
@@ -63,6 +64,32 @@ const std::vector<int> kPlainStreams = {1, 2, 4};
 double Seconds() {
   return static_cast<double>(absl::GetCurrentTimeNanos()) / 1e9;
 }
+
+// Of this process: what a loaded machine changes least.
+double CpuSeconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) / 1e6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// "CPU seconds for each transfer" of one process.
+class CpuMeter {
+ public:
+  void Start() { start_ = CpuSeconds(); }
+  void Stop() {
+    sum_ += CpuSeconds() - start_;
+    ++count_;
+  }
+  double mean() const { return count_ == 0 ? 0 : sum_ / count_; }
+
+ private:
+  double start_ = 0;
+  double sum_ = 0;
+  int count_ = 0;
+};
 
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -164,14 +191,18 @@ class Member {
   double PlainSeconds(size_t which) {
     WriteLine(controls_[0], absl::StrCat("plain ", which));
     CHECK_EQ(ReadLine(controls_[0]), "ready");
+    plain_cpu_.Start();
     const double start = Seconds();
     SendPlain(plain_[which], data_, FLAGS_bytes);
-    return Seconds() - start;
+    const double seconds = Seconds() - start;
+    plain_cpu_.Stop();
+    return seconds;
   }
 
   double OurSeconds() {
     for (const int control : controls_) WriteLine(control, "ours");
     for (const int control : controls_) CHECK_EQ(ReadLine(control), "ready");
+    our_cpu_.Start();
     MakeLandings();
     if (FLAGS_digest_before) MarkAll();
     const double start = Seconds();
@@ -181,6 +212,7 @@ class Member {
     const absl::Status status = group_->Wait(absl::Seconds(30));
     const double seconds = Seconds() - start;
     if (packer.joinable()) packer.join();
+    our_cpu_.Stop();
     CHECK(status.ok()) << status;
     for (const int control : controls_) {
       CHECK_EQ(
@@ -224,6 +256,7 @@ class Member {
     for (const double ratio : ratios)
       std::cerr << absl::StrFormat(" %.3f", ratio);
     std::cerr << std::endl;
+    ReportCpu();
     const double value = one_hop ? gib / Median(ours) : Median(ours);
     const double floor = one_hop ? gib / Median(floors) : Median(floors);
     const char* unit = one_hop ? "GiB/s" : "s";
@@ -240,12 +273,17 @@ class Member {
   void RunReceiver() {
     while (true) {
       const std::string command = ReadLine(controls_[0]);
-      if (command == "quit") return;
+      if (command == "quit") {
+        ReportCpu();
+        return;
+      }
       if (command == "ours") {
+        our_cpu_.Start();
         MakeLandings();
         CHECK(group_->Move(landings_).ok());
         WriteLine(controls_[0], "ready");
         const absl::Status status = group_->Wait(absl::Seconds(30));
+        our_cpu_.Stop();
         CHECK(status.ok()) << status;
         WriteLine(
             controls_[0],
@@ -255,11 +293,20 @@ class Member {
       size_t which = 0;
       CHECK(absl::SimpleAtoi(command.substr(6), &which)) << command;
       WriteLine(controls_[0], "ready");
+      plain_cpu_.Start();
       ReceivePlain(plain_[which], data_, FLAGS_bytes);
+      plain_cpu_.Stop();
     }
   }
 
  private:
+  void ReportCpu() const {
+    std::cerr << absl::StrFormat(
+                     "member %d: CPU seconds for each transfer: ours %.3f, "
+                     "plain %.3f",
+                     index_, our_cpu_.mean(), plain_cpu_.mean())
+              << std::endl;
+  }
   void MarkAll() {
     for (const auto& landing : landings_) landing->MarkAllReady();
   }
@@ -274,6 +321,7 @@ class Member {
   std::vector<std::shared_ptr<Landing>> landings_;
   std::vector<int> controls_;  // at the source: of each receiver
   std::vector<std::vector<int>> plain_;
+  CpuMeter our_cpu_, plain_cpu_;
 };
 
 }  // namespace

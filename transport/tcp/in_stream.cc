@@ -36,8 +36,10 @@ void InStream::Join() {
 void InStream::Run() {
   last_sent_ = last_heard_ = NowNanos();
   const absl::Status status = Loop();
-  if (landing_ != nullptr) landing_->Unclaim(reader_.header().frame);
-  landing_ = nullptr;
+  for (const Incoming& frame : incoming_) {
+    if (frame.landing != nullptr) frame.landing->Unclaim(frame.header.frame);
+  }
+  incoming_.clear();
   if (!status.ok()) hop_->Fail(BlameEdge(hop_->options(), status));
   if (hop_->stop_mode() == StopMode::kLeave || peer_left_) {
     // COMPLETE and CHAIN may still wait to be sent.
@@ -75,7 +77,7 @@ absl::Status InStream::Loop() {
       last_heard_ = now;
       if (now - noted > kNoteEveryNanos) {
         noted = now;
-        hop_->Heard(now, /*moves=*/reader_.in_data());
+        hop_->Heard(now, /*moves=*/reader_.in_frames());
       }
       continue;
     }
@@ -112,10 +114,6 @@ absl::Status InStream::Flush(int64_t now) {
 }
 
 void InStream::Poll() {
-  // Not woken before the rest of a frame is there, or a whole header: fewer,
-  // longer turns.
-  SetLowWater(static_cast<int>(
-      std::min<int64_t>(reader_.missing(), Landing::kFrameBytes)));
   const HopOptions& options = hop_->options();
   const int64_t span = absl::ToInt64Nanoseconds(
                            std::min(options.heartbeat, options.peer_deadline)) /
@@ -129,42 +127,49 @@ void InStream::Poll() {
   if (waits[1].revents != 0) wake_.Drain();
 }
 
-void InStream::SetLowWater(int bytes) {
-  if (bytes == low_water_) return;
-  low_water_ = bytes;
-  setsockopt(fd_.get(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof(bytes));
-}
-
-absl::StatusOr<char*> InStream::OnDataHeader(const Header& header) {
-  absl::StatusOr<std::shared_ptr<Landing>> landing = hop_->Find(header);
-  if (!landing.ok()) return landing.status();
-  if (*landing != nullptr && (*landing)->Claim(header.frame)) {
-    landing_ = *std::move(landing);
-    return landing_->frame(header.frame).data();
+absl::Status InStream::OnFrames(const Header& header,
+                                const std::vector<FrameHeader>& frames,
+                                std::vector<char*>* places) {
+  move_ = header.move;
+  incoming_.clear();
+  for (const FrameHeader& frame : frames) {
+    absl::StatusOr<std::shared_ptr<Landing>> landing = hop_->Find(move_, frame);
+    if (!landing.ok()) return landing.status();
+    if (*landing != nullptr && (*landing)->Claim(frame.frame)) {
+      places->push_back((*landing)->frame(frame.frame).data());
+      incoming_.push_back({frame, *std::move(landing)});
+      continue;
+    }
+    if (frame.length > Landing::kFrameBytes) {
+      return absl::DataLossError("a frame is too long");
+    }
+    // It is here already, or its move is over.
+    scratch_.resize(Landing::kFrameBytes);
+    places->push_back(&scratch_[0]);
+    incoming_.push_back({frame, nullptr});
   }
-  if (header.length > Landing::kFrameBytes)
-    return absl::DataLossError("a frame is too long");
-  // It is here already, or its move is over.
-  scratch_.resize(header.length);
-  return &scratch_[0];
+  return absl::OkStatus();
 }
 
-absl::Status InStream::OnData(const Header& header) {
-  if (landing_ == nullptr) return absl::OkStatus();
-  const std::shared_ptr<Landing> landing = std::move(landing_);
-  landing_ = nullptr;
-  if (landing->ComputeDigest(header.frame) != header.digest) {
-    landing->Unclaim(header.frame);
-    if (absl::Status status = hop_->Damaged(header); !status.ok())
-      return status;
-    Header nak = header;
+absl::Status InStream::OnFrame(size_t index) {
+  const FrameHeader& frame = incoming_[index].header;
+  const std::shared_ptr<Landing> landing = std::move(incoming_[index].landing);
+  incoming_[index].landing = nullptr;
+  if (landing == nullptr) return absl::OkStatus();
+  if (landing->ComputeDigest(frame.frame) != frame.digest) {
+    landing->Unclaim(frame.frame);
+    if (absl::Status status = hop_->Damaged(frame); !status.ok()) return status;
+    Header nak;
     nak.type = MessageType::kNak;
+    nak.move = move_;
+    nak.bucket = frame.bucket;
+    nak.frame = frame.frame;
     out_ += EncodeMessage(nak, "");
     return absl::OkStatus();
   }
-  const bool complete = landing->MarkReady(header.frame, header.digest);
-  hop_->Received(header.length, 1);
-  if (complete) hop_->Completed(header.move);
+  const bool complete = landing->MarkReady(frame.frame, frame.digest);
+  hop_->Received(frame.length, 1);
+  if (complete) hop_->Completed(move_);
   return absl::OkStatus();
 }
 

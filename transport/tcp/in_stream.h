@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "transport/landing.h"
 #include "transport/tcp/frame_reader.h"
@@ -32,10 +33,11 @@ class InStream : private MessageSink {
   absl::Status Loop();
   absl::Status Flush(int64_t now);
   void Poll();
-  void SetLowWater(int bytes);
 
-  absl::StatusOr<char*> OnDataHeader(const Header& header) override;
-  absl::Status OnData(const Header& header) override;
+  absl::Status OnFrames(const Header& header,
+                        const std::vector<FrameHeader>& frames,
+                        std::vector<char*>* places) override;
+  absl::Status OnFrame(size_t index) override;
   absl::Status OnMessage(const Header& header,
                          absl::string_view payload) override;
 
@@ -47,12 +49,15 @@ class InStream : private MessageSink {
   std::thread thread_;
 
   // Only the thread touches these.
-  std::shared_ptr<Landing>
-      landing_;          // of the frame being read, if it is ours to fill
+  struct Incoming {
+    FrameHeader header;
+    std::shared_ptr<Landing> landing;  // null: not ours to fill
+  };
+  uint64_t move_ = 0;  // of the frames being read
+  std::vector<Incoming> incoming_;
   std::string scratch_;  // where frames go that are here already
   std::string out_;
   size_t out_done_ = 0;
-  int low_water_ = 1;
   bool peer_left_ = false;
   int64_t last_sent_ = 0;
   int64_t last_heard_ = 0;

@@ -162,20 +162,21 @@ absl::Status Inbound::stop_why() const {
   return failure_.ok() ? stop_why_ : failure_;
 }
 
-absl::StatusOr<std::shared_ptr<Landing>> Inbound::Find(const Header& header) {
+absl::StatusOr<std::shared_ptr<Landing>> Inbound::Find(
+    uint64_t move, const FrameHeader& frame) {
   absl::MutexLock lock(&mutex_);
-  if (header.move < move_) return std::shared_ptr<Landing>();
-  const auto found = landings_.find(header.bucket);
-  if (header.move > move_ || found == landings_.end()) {
-    return absl::DataLossError(absl::StrCat("a frame of bucket ", header.bucket,
+  if (move < move_) return std::shared_ptr<Landing>();
+  const auto found = landings_.find(frame.bucket);
+  if (move > move_ || found == landings_.end()) {
+    return absl::DataLossError(absl::StrCat("a frame of bucket ", frame.bucket,
                                             " came that nobody asked for"));
   }
   const Landing& landing = *found->second;
-  if (header.frame >= landing.frame_count() ||
-      header.length != landing.frame(header.frame).size()) {
+  if (frame.frame >= landing.frame_count() ||
+      frame.length != landing.frame(frame.frame).size()) {
     return absl::DataLossError(
-        absl::StrCat("frame ", header.frame, " of bucket ", header.bucket,
-                     " does not fit: ", header.length, " bytes"));
+        absl::StrCat("frame ", frame.frame, " of bucket ", frame.bucket,
+                     " does not fit: ", frame.length, " bytes"));
   }
   return found->second;
 }
@@ -192,18 +193,18 @@ void Inbound::Completed(uint64_t move) {
   observer_->OnFilled(move);
 }
 
-absl::Status Inbound::Damaged(const Header& header) {
+absl::Status Inbound::Damaged(const FrameHeader& frame) {
   absl::MutexLock lock(&mutex_);
-  const int times = ++damaged_[{header.bucket, header.frame}];
+  const int times = ++damaged_[{frame.bucket, frame.frame}];
   if (times >= options_.max_damaged) {
     return EdgeError(
         absl::StatusCode::kDataLoss, "EDGE_DAMAGED", options_.from, options_.to,
-        absl::StrCat("bucket ", header.bucket, " frame ", header.frame,
+        absl::StrCat("bucket ", frame.bucket, " frame ", frame.frame,
                      " arrived damaged ", times, " times"));
   }
   ++repaired_;
   LOG(WARNING) << "edge " << options_.from << "->" << options_.to << ": bucket "
-               << header.bucket << " frame " << header.frame
+               << frame.bucket << " frame " << frame.frame
                << " arrived damaged, time " << times;
   return absl::OkStatus();
 }
@@ -236,7 +237,7 @@ absl::Status Inbound::OnMessage(const Header& header,
         return absl::DataLossError("a FAIL message cannot be read");
       return PeerFailure(options_, options_.from, told);
     }
-    case MessageType::kData:
+    case MessageType::kFrames:
     case MessageType::kHave:
     case MessageType::kNak:
     case MessageType::kComplete:

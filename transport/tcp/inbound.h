@@ -77,12 +77,13 @@ class Inbound {
     return has_messages_.load(std::memory_order_acquire);
   }
   std::string TakeMessages();
-  // The landing of a DATA frame; null when the frame belongs to a move that is
-  // over. DATA_LOSS if it fits nowhere.
-  absl::StatusOr<std::shared_ptr<Landing>> Find(const Header& header);
+  // The landing of a frame; null when it belongs to a move that is over.
+  // DATA_LOSS if it fits nowhere.
+  absl::StatusOr<std::shared_ptr<Landing>> Find(uint64_t move,
+                                                const FrameHeader& frame);
   void Completed(uint64_t move);
   // OK: ask for it again.
-  absl::Status Damaged(const Header& header);
+  absl::Status Damaged(const FrameHeader& frame);
   void Received(int64_t bytes, int64_t frames);
   absl::Status OnMessage(const Header& header, absl::string_view payload);
   void PeerLeft();

@@ -26,7 +26,6 @@ constexpr absl::Duration kLeaveLimit = absl::Seconds(1);
 
 OutStream::OutStream(Outbound* hop, Fd fd, bool talks)
     : hop_(hop), talks_(talks), fd_(std::move(fd)), reader_(fd_.get(), this) {
-  headers_.resize(kBatchFrames * kHeaderBytes);
   damaged_.reserve(kBatchFrames);
 }
 
@@ -101,46 +100,49 @@ absl::Status OutStream::Loop() {
 }
 
 absl::Status OutStream::FillBatch(int64_t now) {
-  parts_.clear();
-  next_part_ = 0;
-  batch_frames_ = 0;
-  control_.clear();
+  // The first part is for what comes before the frames.
+  parts_.assign(1, iovec{nullptr, 0});
+  next_part_ = 1;
+  frames_.clear();
   damaged_.clear();
+  damage_header_ = false;
   while (!delayed_.empty() && delayed_.front().due <= now &&
-         batch_frames_ < kBatchFrames) {
+         frames_.size() < kBatchFrames) {
     const Outbound::FrameRef ref = delayed_.front().ref;
     delayed_.pop_front();
-    if (absl::Status status = AddFrame(ref, work_.move, /*now=*/0);
-        !status.ok())
+    if (absl::Status status = AddFrame(ref, /*now=*/0); !status.ok()) {
       return status;
+    }
   }
   if (delayed_.size() < kBatchFrames) {
-    hop_->Take(this, kBatchFrames - batch_frames_, &work_);
+    hop_->Take(this, kBatchFrames - frames_.size(), &work_);
   } else {
     work_.frames.clear();
   }
   for (const Outbound::FrameRef& ref : work_.frames) {
-    if (absl::Status status = AddFrame(ref, work_.move, now); !status.ok())
-      return status;
+    if (absl::Status status = AddFrame(ref, now); !status.ok()) return status;
     if (silent_) return absl::OkStatus();
   }
-  if (work_.give_up && !said_give_up_ && batch_empty() && delayed_.empty()) {
+  if (!frames_.empty()) {
+    control_ = EncodeFrames(work_.move, frames_);
+    if (damage_header_) control_[kHeaderBytes / 2] ^= 1;
+  } else if (work_.give_up && !said_give_up_ && delayed_.empty()) {
     said_give_up_ = true;
     control_ =
         EncodeMessage(MessageType::kGiveUp, EncodeStatus(work_.give_up_why));
-    AddBytes(control_.data(), control_.size());
     hop_->GaveUp(work_.give_up_why);
-  }
-  if (batch_empty() &&
-      now - last_sent_ >= absl::ToInt64Nanoseconds(hop_->options().heartbeat)) {
+  } else if (now - last_sent_ >=
+             absl::ToInt64Nanoseconds(hop_->options().heartbeat)) {
     control_ = EncodeMessage(MessageType::kHeartbeat, "");
-    AddBytes(control_.data(), control_.size());
+  } else {
+    return absl::OkStatus();
   }
+  parts_[0] = {&control_[0], control_.size()};
+  next_part_ = 0;
   return absl::OkStatus();
 }
 
-absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, uint64_t move,
-                                 int64_t now) {
+absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, int64_t now) {
   const HopOptions& options = hop_->options();
   const absl::Span<const char> payload = ref.landing->frame(ref.frame);
   FrameFault fault;
@@ -148,8 +150,9 @@ absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, uint64_t move,
   if (options.faults != nullptr && now != 0) {
     fault = options.faults->OnSend(options.from, options.to,
                                    ref.landing->bucket_id(), ref.frame);
-    if (fault.kind == FrameFault::Kind::kDrop)
+    if (fault.kind == FrameFault::Kind::kDrop) {
       return absl::UnavailableError("dropped by a fault rule");
+    }
     if (fault.kind == FrameFault::Kind::kSilence) {
       silent_ = true;
       return absl::OkStatus();
@@ -161,19 +164,13 @@ absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, uint64_t move,
       return absl::OkStatus();
     }
   }
-  Header header;
-  header.type = MessageType::kData;
-  header.move = move;
+  FrameHeader header;
   header.bucket = ref.landing->bucket_id();
   header.frame = ref.frame;
   header.length = static_cast<uint32_t>(payload.size());
   header.digest = ref.landing->frame_digest(ref.frame);
-  char* const header_bytes = headers_.data() + batch_frames_ * kHeaderBytes;
-  EncodeHeader(header, header_bytes);
-  ++batch_frames_;
-  if (fault.kind == FrameFault::Kind::kDamageHeader)
-    header_bytes[kHeaderBytes / 2] ^= 1;
-  AddBytes(header_bytes, kHeaderBytes);
+  frames_.push_back(header);
+  if (fault.kind == FrameFault::Kind::kDamageHeader) damage_header_ = true;
   if (fault.kind == FrameFault::Kind::kDamagePayload) {
     damaged_.emplace_back(payload.data(), payload.size());
     damaged_.back()[payload.size() / 2] ^= 1;
@@ -215,7 +212,7 @@ absl::Status OutStream::SendBatch(bool* blocked) {
     ++next_part_;
   }
   // Heartbeats are no progress.
-  if (batch_frames_ > 0) hop_->Sent(n, batch_empty() ? batch_frames_ : 0);
+  if (!frames_.empty()) hop_->Sent(n, batch_empty() ? frames_.size() : 0);
   return absl::OkStatus();
 }
 
@@ -244,11 +241,12 @@ void OutStream::Poll(bool blocked, int64_t now) {
   if (waits[1].revents != 0) wake_.Drain();
 }
 
-absl::StatusOr<char*> OutStream::OnDataHeader(const Header&) {
-  return absl::DataLossError("payload came in the wrong direction");
+absl::Status OutStream::OnFrames(const Header&, const std::vector<FrameHeader>&,
+                                 std::vector<char*>*) {
+  return absl::DataLossError("frames came in the wrong direction");
 }
 
-absl::Status OutStream::OnData(const Header&) { return absl::OkStatus(); }
+absl::Status OutStream::OnFrame(size_t) { return absl::OkStatus(); }
 
 absl::Status OutStream::OnMessage(const Header& header,
                                   absl::string_view payload) {

@@ -41,8 +41,7 @@ class OutStream : private MessageSink {
   absl::Status FillBatch(int64_t now);
   // Adds a frame to the batch, as the fault policy likes it. Silence ends in
   // silent_.
-  absl::Status AddFrame(const Outbound::FrameRef& ref, uint64_t move,
-                        int64_t now);
+  absl::Status AddFrame(const Outbound::FrameRef& ref, int64_t now);
   void AddBytes(const void* data, size_t bytes);
   // *blocked when the socket takes no more now.
   absl::Status SendBatch(bool* blocked);
@@ -50,8 +49,10 @@ class OutStream : private MessageSink {
   void Poll(bool blocked, int64_t now);
   bool batch_empty() const { return next_part_ == parts_.size(); }
 
-  absl::StatusOr<char*> OnDataHeader(const Header& header) override;
-  absl::Status OnData(const Header& header) override;
+  absl::Status OnFrames(const Header& header,
+                        const std::vector<FrameHeader>& frames,
+                        std::vector<char*>* places) override;
+  absl::Status OnFrame(size_t index) override;
   absl::Status OnMessage(const Header& header,
                          absl::string_view payload) override;
 
@@ -64,12 +65,12 @@ class OutStream : private MessageSink {
 
   // Only the thread touches these.
   Outbound::Work work_;
-  std::vector<char> headers_;         // of the batch
-  std::string control_;               // messages of the batch
+  std::vector<FrameHeader> frames_;   // of the batch
+  std::string control_;               // what comes before them, or a message
   std::vector<std::string> damaged_;  // copies for the fault policy
+  bool damage_header_ = false;        // for the fault policy
   std::vector<iovec> parts_;
   size_t next_part_ = 0;
-  size_t batch_frames_ = 0;
   std::deque<Delayed> delayed_;
   bool said_give_up_ = false;
   bool silent_ = false;

@@ -317,7 +317,7 @@ absl::Status Outbound::OnMessage(const Header& header,
         return absl::DataLossError("a FAIL message cannot be read");
       return PeerFailure(options_, options_.to, told);
     }
-    case MessageType::kData:
+    case MessageType::kFrames:
     case MessageType::kGiveUp:
     case MessageType::kBye:
       break;

@@ -202,9 +202,7 @@ void EncodeHeader(const Header& header, char* out) {
   Put(header.bucket, out + 16);
   Put(header.frame, out + 24);
   Put(header.length, out + 28);
-  Put(header.digest.lanes[0], out + 32);
-  Put(header.digest.lanes[1], out + 40);
-  Put(header.payload_crc, out + 48);
+  Put(header.payload_crc, out + 32);
   Put(Crc32c(absl::string_view(out, kHeaderBytes - 4)), out + kHeaderBytes - 4);
 }
 
@@ -213,10 +211,10 @@ absl::StatusOr<Header> DecodeHeader(const char* in) {
                      Get<uint32_t>(in + kHeaderBytes - 4) ==
                          Crc32c(absl::string_view(in, kHeaderBytes - 4));
   const uint8_t type = static_cast<uint8_t>(in[4]);
-  if (!whole || type < static_cast<uint8_t>(MessageType::kData) ||
+  if (!whole || type < static_cast<uint8_t>(MessageType::kFrames) ||
       type > static_cast<uint8_t>(MessageType::kBye)) {
     return absl::DataLossError(
-        "a frame header arrived damaged, so that the stream cannot be read on");
+        "a header arrived damaged, so that the stream cannot be read on");
   }
   Header header;
   header.type = static_cast<MessageType>(type);
@@ -224,10 +222,8 @@ absl::StatusOr<Header> DecodeHeader(const char* in) {
   header.bucket = Get<uint64_t>(in + 16);
   header.frame = Get<uint32_t>(in + 24);
   header.length = Get<uint32_t>(in + 28);
-  header.digest.lanes[0] = Get<uint64_t>(in + 32);
-  header.digest.lanes[1] = Get<uint64_t>(in + 40);
-  header.payload_crc = Get<uint32_t>(in + 48);
-  if (header.type != MessageType::kData && header.length > kMaxControlPayload) {
+  header.payload_crc = Get<uint32_t>(in + 32);
+  if (header.length > kMaxPayload) {
     return absl::DataLossError("a message is longer than any can be");
   }
   return header;
@@ -246,6 +242,42 @@ std::string EncodeMessage(MessageType type, absl::string_view payload) {
   Header header;
   header.type = type;
   return EncodeMessage(header, payload);
+}
+
+std::string EncodeFrames(uint64_t move,
+                         const std::vector<FrameHeader>& frames) {
+  std::string payload;
+  payload.reserve(frames.size() * kFrameHeaderBytes);
+  for (const FrameHeader& frame : frames) {
+    Append(frame.bucket, &payload);
+    Append(frame.frame, &payload);
+    Append(frame.length, &payload);
+    Append(frame.digest.lanes[0], &payload);
+    Append(frame.digest.lanes[1], &payload);
+  }
+  Header header;
+  header.type = MessageType::kFrames;
+  header.move = move;
+  return EncodeMessage(header, payload);
+}
+
+absl::StatusOr<std::vector<FrameHeader>> DecodeFrames(
+    absl::string_view payload) {
+  std::vector<FrameHeader> frames;
+  Cursor cursor(payload);
+  while (cursor.ok() && !cursor.done() && frames.size() <= kMaxFrames) {
+    FrameHeader frame;
+    frame.bucket = cursor.Number<uint64_t>();
+    frame.frame = cursor.Number<uint32_t>();
+    frame.length = cursor.Number<uint32_t>();
+    frame.digest.lanes[0] = cursor.Number<uint64_t>();
+    frame.digest.lanes[1] = cursor.Number<uint64_t>();
+    frames.push_back(frame);
+  }
+  if (!cursor.ok_and_done() || frames.empty() || frames.size() > kMaxFrames) {
+    return absl::DataLossError("a FRAMES message cannot be read");
+  }
+  return frames;
 }
 
 std::string EncodeHave(const std::vector<HaveEntry>& entries) {
