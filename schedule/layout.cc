@@ -5,7 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "schedule/error.h"
 #include "schedule/need.h"
@@ -32,99 +31,143 @@ uint64_t ListDigest(const std::vector<OrdinalBox>& boxes) {
   return hash.Finish();
 }
 
-// A box that one rank sends to one class; where it goes is decided in order.
-struct Cut {
-  uint32_t ordinal;
-  Box box;
+// What one rank sends to one class, and how far it is packed.
+struct Stream {
+  int32_t source = 0;
+  int32_t need_class = 0;
+  uint32_t piece_count = 0;
+  uint32_t next_piece = 0;  // index into the table's pieces
+  int64_t bucket_bytes = 0;
+  uint32_t bucket = 0;  // index into the packer's buckets
 };
 
-class Packer {
+// The streams of a layout, found by (source, class).
+class Streams {
  public:
-  Packer(const Catalog& catalog, int64_t bucket_bytes, BucketTable* table)
-      : catalog_(catalog), bucket_bytes_(bucket_bytes), table_(table) {}
+  explicit Streams(size_t source_count) : source_count_(source_count) {}
 
-  void Open(int32_t rank, int32_t node, int32_t need_class) {
-    Close();
-    bucket_ = Bucket();
-    bucket_.source_rank = rank;
-    bucket_.source_node = node;
-    bucket_.need_class = need_class;
-    bucket_.first_piece = static_cast<uint32_t>(table_->pieces.size());
-  }
-
-  void Add(uint32_t ordinal, Box box) {
-    const int64_t size = DTypeSize(catalog_.param(ordinal).dtype);
-    if (box.Volume() <= bucket_bytes_ / size) {
-      AddPiece(ordinal, std::move(box), size);
-    } else {
-      Split(ordinal, std::move(box), size);
+  Stream& At(int32_t source, int32_t need_class) {
+    const auto c = static_cast<size_t>(need_class);
+    if (c >= index_.size()) index_.resize(c + 1);
+    std::vector<int32_t>& of_class = index_[c];
+    if (of_class.empty()) of_class.assign(source_count_, -1);
+    int32_t& id = of_class[source];
+    if (id < 0) {
+      id = static_cast<int32_t>(streams_.size());
+      streams_.emplace_back();
+      streams_.back().source = source;
+      streams_.back().need_class = need_class;
     }
+    return streams_[id];
   }
 
-  void Close() {
-    bucket_.piece_count =
-        static_cast<uint32_t>(table_->pieces.size()) - bucket_.first_piece;
-    if (bucket_.piece_count == 0) return;
-    table_->total_bytes += bucket_.bytes;
-    table_->buckets.push_back(bucket_);
+  // Gives each stream its place among the pieces: by source, then class.
+  void Place() {
+    std::vector<Stream*> order;
+    for (Stream& stream : streams_) order.push_back(&stream);
+    std::sort(order.begin(), order.end(), [](const Stream* a, const Stream* b) {
+      if (a->source != b->source) return a->source < b->source;
+      return a->need_class < b->need_class;
+    });
+    uint32_t at = 0;
+    for (Stream* stream : order) {
+      stream->next_piece = at;
+      at += stream->piece_count;
+    }
   }
 
  private:
-  void AddPiece(uint32_t ordinal, Box box, int64_t size) {
-    const int64_t bytes = box.Volume() * size;
-    int64_t offset = (bucket_.bytes + kPieceAlignment - 1) / kPieceAlignment *
-                     kPieceAlignment;
-    if (offset > bucket_bytes_ - bytes) {
-      Open(bucket_.source_rank, bucket_.source_node, bucket_.need_class);
-      offset = 0;
-    }
-    table_->pieces.push_back(Piece{ordinal, std::move(box), offset});
-    bucket_.bytes = offset + bytes;
-  }
-
-  // REQUIRES: the box is larger than a bucket.
-  void Split(uint32_t ordinal, Box box, int64_t size) {
-    const int64_t limit = bucket_bytes_ / size;
-    int dim = 0;
-    while (box.extent[dim] == 1) ++dim;
-    const int64_t row = box.Volume() / box.extent[dim];
-    const int64_t step = std::max<int64_t>(1, limit / row);
-    const int64_t end = box.end(dim);
-    for (int64_t at = box.offset[dim]; at < end; at += step) {
-      Box part = box;
-      part.offset[dim] = at;
-      part.extent[dim] = std::min(step, end - at);
-      Add(ordinal, std::move(part));
-    }
-  }
-
-  const Catalog& catalog_;
-  const int64_t bucket_bytes_;
-  BucketTable* const table_;
-  Bucket bucket_;
+  const size_t source_count_;
+  std::vector<std::vector<int32_t>> index_;
+  std::vector<Stream> streams_;
 };
 
-// Walks the regions and cells of every parameter, and calls
-// fn(ordinal, source, need class, box) in catalog order.
+// Cuts a box that is larger than a bucket into parts that are not: by rows of
+// its outermost dimension where a row fits, else within the rows.
 template <typename Fn>
-void ForEachCut(const Catalog& catalog, const SourcePartition& partition,
-                NeedMap* needs, Fn fn) {
-  Box shared;
-  for (uint32_t o = 0; o < catalog.size(); ++o) {
-    const absl::Span<const NeedMap::Cell> cells = needs->Cells(o);
-    for (const SourcePartition::Region& region : partition.regions(o)) {
-      if (cells.size() == 1) {
-        fn(o, region.source, cells[0].need_class, region.box);
-        continue;
-      }
-      for (const NeedMap::Cell& cell : cells) {
-        if (Intersect(region.box, cell.box, &shared)) {
-          fn(o, region.source, cell.need_class, shared);
-        }
-      }
-    }
+void Split(const Box& box, int64_t limit, Fn fn) {
+  if (box.Volume() <= limit) {
+    fn(box);
+    return;
+  }
+  int dim = 0;
+  while (box.extent[dim] == 1) ++dim;
+  const int64_t row = box.Volume() / box.extent[dim];
+  const int64_t step = std::max<int64_t>(1, limit / row);
+  const int64_t end = box.end(dim);
+  for (int64_t at = box.offset[dim]; at < end; at += step) {
+    Box part = box;
+    part.offset[dim] = at;
+    part.extent[dim] = std::min(step, end - at);
+    Split(part, limit, fn);
   }
 }
+
+// Puts pieces into the buckets of their streams, which it fills side by side:
+// pieces come in catalog order, so reading and indexing are sequential.
+class Packer {
+ public:
+  Packer(const SourcePartition& partition, int64_t bucket_bytes,
+         BucketTable* table)
+      : partition_(partition), bucket_bytes_(bucket_bytes), table_(table) {}
+
+  void Add(uint32_t ordinal, Box box, int64_t element_bytes, Stream* stream) {
+    const int64_t bytes = box.Volume() * element_bytes;
+    int64_t offset = (stream->bucket_bytes + kPieceAlignment - 1) /
+                     kPieceAlignment * kPieceAlignment;
+    if (stream->bucket_bytes == 0 || offset > bucket_bytes_ - bytes) {
+      Open(stream);
+      offset = 0;
+    }
+    Piece& piece = table_->pieces[stream->next_piece];
+    piece.ordinal = ordinal;
+    piece.box = std::move(box);
+    piece.offset = offset;
+    table_->piece_bucket[stream->next_piece] = stream->bucket;
+    table_->param_pieces.push_back(stream->next_piece);
+    ++stream->next_piece;
+    stream->bucket_bytes = offset + bytes;
+    Bucket& bucket = buckets_[stream->bucket];
+    bucket.bytes = stream->bucket_bytes;
+    ++bucket.piece_count;
+  }
+
+  // Numbers the buckets in the order of their pieces.
+  void Finish() {
+    std::vector<uint32_t> order(buckets_.size());
+    for (size_t b = 0; b < order.size(); ++b) {
+      order[b] = static_cast<uint32_t>(b);
+    }
+    std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+      return buckets_[a].first_piece < buckets_[b].first_piece;
+    });
+    std::vector<uint32_t> number(buckets_.size());
+    for (uint32_t b : order) {
+      number[b] = static_cast<uint32_t>(table_->buckets.size());
+      table_->total_bytes += buckets_[b].bytes;
+      table_->buckets.push_back(buckets_[b]);
+    }
+    for (uint32_t& b : table_->piece_bucket) b = number[b];
+  }
+
+ private:
+  void Open(Stream* stream) {
+    const SourceLoad& source = partition_.sources()[stream->source];
+    Bucket bucket;
+    bucket.source_rank = source.rank;
+    bucket.source_node = source.node;
+    bucket.need_class = stream->need_class;
+    bucket.first_piece = stream->next_piece;
+    stream->bucket = static_cast<uint32_t>(buckets_.size());
+    stream->bucket_bytes = 0;
+    buckets_.push_back(bucket);
+  }
+
+  const SourcePartition& partition_;
+  const int64_t bucket_bytes_;
+  BucketTable* const table_;
+  std::vector<Bucket> buckets_;
+};
 
 uint64_t TableDigest(const BucketTable& table) {
   StableHash hash;
@@ -149,28 +192,6 @@ uint64_t TableDigest(const BucketTable& table) {
     AddBox(piece.box, &hash);
   }
   return hash.Finish();
-}
-
-void IndexByParam(uint32_t param_count, BucketTable* table) {
-  table->piece_bucket.resize(table->pieces.size());
-  table->param_begin.assign(param_count + 1, 0);
-  for (size_t b = 0; b < table->buckets.size(); ++b) {
-    const Bucket& bucket = table->buckets[b];
-    for (uint32_t i = 0; i < bucket.piece_count; ++i) {
-      table->piece_bucket[bucket.first_piece + i] = static_cast<uint32_t>(b);
-      ++table->param_begin[table->pieces[bucket.first_piece + i].ordinal + 1];
-    }
-  }
-  for (size_t o = 1; o < table->param_begin.size(); ++o) {
-    table->param_begin[o] += table->param_begin[o - 1];
-  }
-  table->param_pieces.resize(table->pieces.size());
-  std::vector<uint32_t> next(table->param_begin.begin(),
-                             table->param_begin.end() - 1);
-  for (size_t p = 0; p < table->pieces.size(); ++p) {
-    table->param_pieces[next[table->pieces[p].ordinal]++] =
-        static_cast<uint32_t>(p);
-  }
 }
 
 UpdateLayout Bind(std::shared_ptr<const BucketTable> table,
@@ -200,59 +221,65 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
   absl::StatusOr<NeedMap> needs = NeedMap::Create(catalog, groups);
   if (!needs.ok()) return needs.status();
 
-  // Two passes: count the cuts of every stream, then place them.
-  std::vector<Cut> cuts;
-  std::vector<uint64_t> keys;  // (source, class) of each cut
-  cuts.reserve(partition.region_count());
-  keys.reserve(partition.region_count());
-  ForEachCut(catalog, partition, &*needs,
-             [&](uint32_t ordinal, int32_t source, int32_t need_class,
-                 const Box& box) {
-               cuts.push_back(Cut{ordinal, box});
-               keys.push_back((static_cast<uint64_t>(source) << 32) |
-                              static_cast<uint32_t>(need_class));
-             });
-  if (cuts.size() > std::numeric_limits<uint32_t>::max() / 2) {
+  // Two passes over all regions and cells: count the pieces of every stream,
+  // then put each in its place.
+  std::vector<absl::Span<const NeedMap::Cell>> cells(catalog.size());
+  Streams streams(partition.sources().size());
+  uint64_t piece_count = 0;
+  for (uint32_t o = 0; o < catalog.size(); ++o) {
+    cells[o] = needs->Cells(o);
+    const int64_t limit = bucket_bytes / DTypeSize(catalog.param(o).dtype);
+    for (const SourcePartition::Region& region : partition.regions(o)) {
+      const bool small = region.box.Volume() <= limit;
+      for (const NeedMap::Cell& cell : cells[o]) {
+        if (!Intersects(region.box, cell.box)) continue;
+        uint32_t parts = small ? 1 : 0;
+        if (!small) {
+          Box shared;
+          Intersect(region.box, cell.box, &shared);
+          Split(shared, limit, [&](const Box&) { ++parts; });
+        }
+        streams.At(region.source, cell.need_class).piece_count += parts;
+        piece_count += parts;
+      }
+    }
+  }
+  if (piece_count > std::numeric_limits<int32_t>::max()) {
     return InvalidPlan(kInvalidLayout,
-                       "the shards cut the catalog into more than 2^31 pieces");
-  }
-  absl::flat_hash_map<uint64_t, uint32_t> counts;
-  for (uint64_t key : keys) ++counts[key];
-  std::vector<uint64_t> streams;
-  streams.reserve(counts.size());
-  for (const auto& entry : counts) streams.push_back(entry.first);
-  std::sort(streams.begin(), streams.end());
-  absl::flat_hash_map<uint64_t, uint32_t> next;
-  uint32_t at = 0;
-  for (uint64_t key : streams) {
-    next[key] = at;
-    at += counts[key];
-  }
-  std::vector<uint32_t> order(cuts.size());
-  for (size_t i = 0; i < cuts.size(); ++i) {
-    order[next[keys[i]]++] = static_cast<uint32_t>(i);
+                       "shards and buckets cut the catalog into more than 2^31 "
+                       "pieces; larger buckets make fewer");
   }
 
   auto table = std::make_shared<BucketTable>();
   table->catalog_digest = catalog.digest();
   table->bucket_bytes = bucket_bytes;
-  table->class_groups = needs->classes();
   table->groups = groups.signature;
   table->sources = partition.sources();
-  table->pieces.reserve(cuts.size());
-  Packer packer(catalog, bucket_bytes, table.get());
-  size_t i = 0;
-  for (uint64_t key : streams) {
-    const SourcePartition::Source& source = partition.sources()[key >> 32];
-    packer.Open(source.rank, source.node, static_cast<int32_t>(key));
-    for (const size_t end = i + counts[key]; i < end; ++i) {
-      Cut& cut = cuts[order[i]];
-      packer.Add(cut.ordinal, std::move(cut.box));
+  table->pieces.resize(piece_count);
+  table->piece_bucket.resize(piece_count);
+  table->param_pieces.reserve(piece_count);
+  table->param_begin.reserve(catalog.size() + 1);
+  streams.Place();
+  Packer packer(partition, bucket_bytes, table.get());
+  Box shared;
+  for (uint32_t o = 0; o < catalog.size(); ++o) {
+    table->param_begin.push_back(
+        static_cast<uint32_t>(table->param_pieces.size()));
+    const int64_t size = DTypeSize(catalog.param(o).dtype);
+    const int64_t limit = bucket_bytes / size;
+    for (const SourcePartition::Region& region : partition.regions(o)) {
+      for (const NeedMap::Cell& cell : cells[o]) {
+        if (!Intersect(region.box, cell.box, &shared)) continue;
+        Stream& stream = streams.At(region.source, cell.need_class);
+        Split(shared, limit,
+              [&](const Box& part) { packer.Add(o, part, size, &stream); });
+      }
     }
   }
-  packer.Close();
-  std::vector<Cut>().swap(cuts);
-  IndexByParam(catalog.size(), table.get());
+  table->param_begin.push_back(
+      static_cast<uint32_t>(table->param_pieces.size()));
+  packer.Finish();
+  table->class_groups = needs->classes();
   table->digest = TableDigest(*table);
   return Bind(std::move(table), groups);
 }

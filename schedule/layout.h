@@ -149,7 +149,8 @@ struct UpdateLayout {
     return absl::MakeConstSpan(table->pieces.data() + b.first_piece,
                                b.piece_count);
   }
-  // Indices into table->pieces of the pieces of a parameter, in bucket order.
+  // Indices into table->pieces of the pieces of a parameter, in order of the
+  // regions that its trainers hold, not of buckets.
   absl::Span<const uint32_t> pieces_of(uint32_t ordinal) const {
     return absl::MakeConstSpan(
         table->param_pieces.data() + table->param_begin[ordinal],

@@ -161,7 +161,9 @@ TEST(NeedClassTest, ShapesAndNeedsAreNotMixedUp) {
   ASSERT_TRUE(layout.ok());
   for (uint32_t b = 0; b < layout->bucket_count(); ++b) {
     for (const Piece& piece : layout->pieces(b)) {
-      if (piece.ordinal == 1) EXPECT_THAT(layout->need_nodes(b), IsEmpty());
+      if (piece.ordinal == 1) {
+        EXPECT_THAT(layout->need_nodes(b), IsEmpty());
+      }
     }
   }
 }

@@ -210,21 +210,39 @@ absl::Span<const NeedMap::Cell> NeedMap::Cells(uint32_t ordinal) {
   const Param& param = catalog_->param(ordinal);
   const absl::Span<const Need> needs = absl::MakeConstSpan(
       needs_.data() + begin_[ordinal], begin_[ordinal + 1] - begin_[ordinal]);
-  std::vector<int64_t> key;
-  key.reserve(1 + param.shape.size() +
-              needs.size() * (1 + 2 * param.shape.size()));
-  key.push_back(static_cast<int64_t>(param.shape.size()));
-  key.insert(key.end(), param.shape.begin(), param.shape.end());
+  std::vector<std::unique_ptr<Pattern>>& candidates =
+      patterns_[std::make_pair(param.shape, needs.size())];
+  // Experts of one worker follow each other: the latest is the likeliest.
+  for (size_t i = candidates.size(); i > 0; --i) {
+    if (Matches(*candidates[i - 1], param.shape, needs)) {
+      if (i < candidates.size()) {
+        std::swap(candidates[i - 1], candidates.back());
+      }
+      return candidates.back()->cells;
+    }
+  }
+  auto pattern = std::make_unique<Pattern>();
+  pattern->shape = param.shape;
   for (const Need& need : needs) {
-    key.push_back(need.need_class);
-    key.insert(key.end(), need.box->offset.begin(), need.box->offset.end());
-    key.insert(key.end(), need.box->extent.begin(), need.box->extent.end());
+    pattern->needs.push_back(Cell{*need.box, need.need_class});
   }
-  auto found = patterns_.find(key);
-  if (found == patterns_.end()) {
-    found = patterns_.emplace(std::move(key), Cut(param.shape, needs)).first;
+  pattern->cells = Cut(param.shape, needs);
+  candidates.push_back(std::move(pattern));
+  return candidates.back()->cells;
+}
+
+bool NeedMap::Matches(const Pattern& pattern, const Dims& shape,
+                      absl::Span<const Need> needs) {
+  if (pattern.shape != shape || pattern.needs.size() != needs.size()) {
+    return false;
   }
-  return found->second;
+  for (size_t i = 0; i < needs.size(); ++i) {
+    if (pattern.needs[i].need_class != needs[i].need_class ||
+        pattern.needs[i].box != *needs[i].box) {
+      return false;
+    }
+  }
+  return true;
 }
 
 std::vector<NeedMap::Cell> NeedMap::Cut(absl::Span<const int64_t> shape,

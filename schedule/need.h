@@ -6,6 +6,7 @@
 #define WEIGHTSYNC_SCHEDULE_NEED_H_
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -47,8 +48,8 @@ class NeedMap {
                                         const NeedGroups& groups);
 
   // Disjoint cells that cover the parameter, sorted, none of which could be
-  // joined with a neighbour of the same class along one dimension. Valid until
-  // the next call.
+  // joined with a neighbour of the same class along one dimension. Valid as
+  // long as the map.
   absl::Span<const Cell> Cells(uint32_t ordinal);
 
   // Sorted groups per class; class 0 is empty.
@@ -60,6 +61,15 @@ class NeedMap {
     int32_t need_class;  // class of the list's groups
   };
 
+  // Needs that some parameter has, and their cells.
+  struct Pattern {
+    Dims shape;
+    std::vector<Cell> needs;
+    std::vector<Cell> cells;
+  };
+
+  static bool Matches(const Pattern& pattern, const Dims& shape,
+                      absl::Span<const Need> needs);
   int32_t InternClass(std::vector<int32_t> groups);
   int32_t Union(int32_t a, int32_t b);
   std::vector<Cell> Cut(absl::Span<const int64_t> shape,
@@ -71,7 +81,10 @@ class NeedMap {
   std::vector<std::vector<int32_t>> classes_;
   absl::flat_hash_map<std::vector<int32_t>, int32_t> class_ids_;
   absl::flat_hash_map<std::pair<int32_t, int32_t>, int32_t> unions_;
-  absl::flat_hash_map<std::vector<int64_t>, std::vector<Cell>> patterns_;
+  // By shape and number of needs.
+  absl::flat_hash_map<std::pair<Dims, size_t>,
+                      std::vector<std::unique_ptr<Pattern>>>
+      patterns_;
 };
 
 }  // namespace schedule
