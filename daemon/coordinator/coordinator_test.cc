@@ -516,7 +516,7 @@ TEST(CoordinatorTest, AStragglerIsEvictedWhereThatIsAsked) {
   EXPECT_EQ(c.engines["r1"].workers[0].update_id(), c.Version().update_id());
   // Its node holds the update: it is asked again, on its own.
   c.intercept = nullptr;
-  c.Pass(absl::Seconds(62));
+  c.Pass(absl::Seconds(70));
   ExpectAllServe(c, c.Version().update_id());
 }
 

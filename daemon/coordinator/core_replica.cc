@@ -243,11 +243,11 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
                    << action.fault.reason << ": " << action.fault.message;
         news.kind = UpdateEvent::kReplicaFenced;
         PostReplica(*replica, std::move(news));
+        if (action.update != 0) replica->given_up = action.update;
         if (replica->installing != 0) {
           *Times(replica, replica->installing)->mutable_failure() =
               ToProto(action.fault);
           ShowTimes(replica);
-          replica->given_up = replica->installing;
           if (replica->machine.Servable()) {
             // Nothing was written: it goes on with what it had, behind.
             DropInstall(replica);

@@ -225,13 +225,13 @@ absl::optional<Publish> PublishBook::Expire(absl::Time now, const Fault& fault,
   if (pending() == nullptr) return absl::nullopt;
   Publish& publish = publishes_.back();
   if (!force && now < publish.deadline) return absl::nullopt;
+  publish.state = Publish::kFailed;
+  publish.fault = fault;
   Publish copy = publish;
   for (const PublishCall& call : publish.waiting) {
     last_[call.rank] = publish.index;
   }
   publish.waiting.clear();
-  publish.state = Publish::kFailed;
-  publish.fault = fault;
   return copy;
 }
 

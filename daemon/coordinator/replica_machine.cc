@@ -228,7 +228,8 @@ class Stepper {
   void PauseFailed(const Fault& fault) {
     s_.engine = EngineState::kDoubtful;
     s_.command = 0;
-    s_.deadline = now_ + timeouts_.pause;
+    // Whoever holds it decides first; where nobody gives up, it is asked again.
+    s_.deadline = now_ + std::min(timeouts_.pause, absl::Seconds(5));
     s_.fault = fault;
     Say(ReplicaAction::kPauseFailed, fault);
   }

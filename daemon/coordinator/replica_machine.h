@@ -13,7 +13,7 @@
 //              Paused(command, fault), deadline        DOUBTFUL  say kPauseFailed
 //              no pause is wanted any more             RESUMING  send Resume
 //   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
-//              still wanted after pause_timeout        PAUSING   send Pause
+//              still wanted five seconds later         PAUSING   send Pause
 //   PAUSED     no pause is wanted                      RESUMING  send Resume
 //              target not installed on a worker        PAUSED    send Apply to it
 //   RESUMING   Resumed(command)                        RUNNING   say kResumedNow
