@@ -70,6 +70,8 @@ int main(int argc, char** argv) {
     std::fputs(demo::ResultLine(*version, published->stall).c_str(), stdout);
     std::fflush(stdout);
   }
+  std::puts("done");
+  std::fflush(stdout);
   if (FLAGS_linger) demo::WaitForSignal();
   return 0;
 }

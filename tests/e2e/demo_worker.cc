@@ -3,6 +3,7 @@
 // its values but what arrives.
 #include <gflags/gflags.h>
 
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
@@ -98,6 +99,8 @@ int main(int argc, char** argv) {
     engine.Done();
   }
   demo::ExitUnless(demo::DumpAll(FLAGS_dump_safetensors, *model, live));
+  std::puts("done");
+  std::fflush(stdout);
   if (FLAGS_linger) demo::WaitForSignal();
   return 0;
 }
