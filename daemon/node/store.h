@@ -12,7 +12,8 @@
 //   Commit         it is the model's newest; the one before may be evicted
 //   Drop / evicted its extents are free; their generation is bumped before
 //                  anybody else may write there, so that a late reader notices
-//                  (all extents of an update in one arena share a generation slot)
+//                  (all extents of an update in one arena share a generation
+//                  slot)
 //
 // Room is made by evicting, oldest first, committed updates that are not
 // pinned. Pinned are: INCOMING updates, the newest committed update of each
@@ -26,15 +27,16 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
+#include "daemon/node/arena_space.h"
 #include "daemon/node/layouts.h"
 #include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
@@ -67,8 +69,8 @@ class StorePin {
   std::string update_id_;
 };
 
-// Where the buckets of an update lie, for one apply. Offsets count from the first
-// usable byte of the arena (Segment::data()).
+// Where the buckets of an update lie, for one apply. Offsets count from the
+// first usable byte of the arena (Segment::data()).
 struct LocatedUpdate {
   std::shared_ptr<const NodeLayout> layout;
   std::vector<v1::BucketLocation> buckets;
@@ -97,8 +99,8 @@ class Store {
   class Observer {
    public:
     virtual ~Observer() = default;
-    // Offer it to the workers (Memory::Export, read-only) before an update names
-    // it.
+    // Offer it to the workers (Memory::Export, read-only) before an update
+    // names it.
     virtual void OnArenaAdded(const std::string& arena_id) = 0;
     // It is unmapped here; workers shall unmap it too.
     virtual void OnArenaDropped(const std::string& arena_id) = 0;
@@ -116,14 +118,15 @@ class Store {
 
   // ---- Room, ahead of time ----
 
-  // Says that one update of `model` takes up to `update_bytes` on this node (all
-  // its ranks and workers together), and faults in what is missing for
+  // Says that one update of `model` takes up to `update_bytes` on this node
+  // (all its ranks and workers together), and faults in what is missing for
   // max(2, keep_updates) of them, or for as many as the budget allows: the
   // incoming update stands beside the installed one. Blocks while it does so.
   // A smaller figure than an earlier one changes nothing.
   //   RESOURCE_EXHAUSTED (NO_STORE_ROOM): the budget does not allow two updates
-  //   beside what other models have reserved. (NO_MEMORY_FOR_ARENA): the machine
-  //   has not got the memory. Both have the sums; nothing is reserved then.
+  //   beside what other models have reserved. (NO_MEMORY_FOR_ARENA): the
+  //   machine has not got the memory. Both have the sums; nothing is reserved
+  //   then.
   absl::Status ReserveFor(const std::string& model, int64_t update_bytes);
 
   // Nobody on this node has anything to do with `model` any more: its updates
@@ -136,8 +139,8 @@ class Store {
   // answers where all of them are. Evicts, and grows arenas within the budget
   // (which is slow: ReserveFor should have been called). All or nothing.
   //   RESOURCE_EXHAUSTED NO_STORE_ROOM (needed, budget, pinned by whom),
-  //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the update
-  //   is there in another layout, or has ended (UPDATE_ENDED).
+  //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the
+  //   update is there in another layout, or has ended (UPDATE_ENDED).
   absl::StatusOr<std::vector<BucketRoom>> Reserve(
       const std::string& update_id, int64_t version,
       std::shared_ptr<const NodeLayout> layout,
@@ -151,8 +154,8 @@ class Store {
   // (UPDATE_INCOMPLETE) when it was not marked whole.
   absl::Status Commit(const std::string& update_id);
 
-  // Frees an update that is not committed (or, with `committed_too`, any), now or
-  // when the last pin is released. Unknown ids are fine.
+  // Frees an update that is not committed (or, with `committed_too`, any), now
+  // or when the last pin is released. Unknown ids are fine.
   void Drop(const std::string& update_id, bool committed_too = false);
 
   // Keeps whatever state it is in. NOT_FOUND (UPDATE_UNKNOWN).
@@ -182,6 +185,112 @@ class Store {
 
   // Fills store_budget_bytes, store_reserved_bytes and store_used_bytes.
   void FillMemoryUse(v1::MemoryUse* use) const;
+
+ private:
+  friend class StorePin;
+
+  struct Extent {
+    ArenaSpace* arena = nullptr;
+    int64_t offset = 0;
+    int64_t bytes = 0;
+  };
+
+  struct Entry {
+    enum class State { kIncoming, kWhole, kCommitted };
+
+    std::string update_id;
+    int64_t version = 0;
+    std::shared_ptr<const NodeLayout> layout;
+    State state = State::kIncoming;
+    // Given up; goes with the last pin.
+    bool dropped = false;
+    int pins = 0;
+    // Of the commit, or before it of the first Reserve: grows.
+    uint64_t order = 0;
+    std::map<int32_t, Extent> buckets;
+    std::map<ArenaSpace*, int> slots;
+
+    int64_t bytes() const;
+  };
+
+  // What is to be done once the lock is free: destroying mappings takes long,
+  // and observers may take locks of their own.
+  struct Deferred {
+    struct Event {
+      enum class Kind { kAdded, kDropped, kEvicted };
+      Kind kind;
+      std::string arena_id;
+      std::string model;
+      std::string update_id;
+    };
+    std::vector<Event> events;
+    std::vector<std::unique_ptr<ArenaSpace>> arenas;
+  };
+
+  void RunDeferred() ABSL_LOCKS_EXCLUDED(mutex_, notify_mutex_);
+  void Unpin(const std::string& update_id);
+
+  absl::Status ReserveForLocked(const std::string& model, int64_t update_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<std::vector<BucketRoom>> ReserveLocked(
+      const std::string& update_id, int64_t version,
+      std::shared_ptr<const NodeLayout> layout,
+      const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Null when unknown or dropped.
+  Entry* Find(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  const Entry* Find(const std::string& update_id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // Gives the entry extents for `buckets`, all or none. Answers the bytes that
+  // do not fit; 0 when all do.
+  int64_t Carve(Entry* entry, const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // One more arena. Lets go of the lock while memory is faulted in; one at a
+  // time.
+  absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Evictable(const Entry& entry) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // The oldest one that is evictable, of `model` or (when empty) of any. False
+  // when there is none.
+  bool EvictOldest(const std::string& model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EnforceKeep(const std::string& model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives the entry's extents back. REQUIRES: no pins.
+  void FreeEntry(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropLocked(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops arenas in which nothing lies, down to `keep_bytes` in all.
+  void DropFreeArenas(int64_t keep_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What ReserveFor promised for `copies` updates of every model.
+  int64_t PromisedBytes(int copies) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  int64_t PinnedBytes() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // "models/a update 1f… (newest committed) 1024, …"
+  std::string PinnedNames() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+
+  // Constant after construction.
+  const Options options_;
+  // Workers may outlive a daemon: no arena of this store is called as one of
+  // another.
+  const std::string arena_prefix_;
+  transport::Memory* const memory_;
+  Observer* const observer_;
+
+  // Held while the observer is called; taken before mutex_.
+  absl::Mutex notify_mutex_;
+  mutable absl::Mutex mutex_ ABSL_ACQUIRED_AFTER(notify_mutex_);
+  std::vector<std::unique_ptr<ArenaSpace>> arenas_ ABSL_GUARDED_BY(mutex_);
+  // Sum of the capacities of arenas_ and of the one that is being made.
+  int64_t reserved_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool growing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t next_arena_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t next_order_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  // By model.
+  std::map<std::string, std::string> newest_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int64_t> update_bytes_ ABSL_GUARDED_BY(mutex_);
+  Deferred deferred_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace daemon
