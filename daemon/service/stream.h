@@ -175,6 +175,95 @@ class ServerStream : private grpc::ServerBidiReactor<In, Out> {
   absl::optional<absl::Status> status_ ABSL_GUARDED_BY(mutex_);
 };
 
+// The server's end of a stream in one direction. Thread-safe.
+template <typename Out>
+class WriteStream : private grpc::ServerWriteReactor<Out> {
+ public:
+  static std::shared_ptr<WriteStream> Open() {
+    std::shared_ptr<WriteStream> stream(new WriteStream);
+    stream->self_ = stream;
+    return stream;
+  }
+  // Once, before anything else. `on_written`: nothing waits to be written any more. `on_closed`
+  // comes once, last.
+  void Start(std::function<void()> on_written, std::function<void()> on_closed) {
+    on_written_ = std::move(on_written);
+    on_closed_ = std::move(on_closed);
+  }
+  // For gRPC, once.
+  grpc::ServerWriteReactor<Out>* reactor() { return this; }
+
+  // Never blocks; dropped when the stream is over.
+  void Write(Out message) {
+    const Out* first;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (status_.has_value()) return;
+      first = outgoing_.Push(std::move(message));
+    }
+    if (first != nullptr) this->StartWrite(first);
+  }
+
+  // Ends the stream after what was written before. The first call counts.
+  void Finish(const absl::Status& status) { FinishAs(ToGrpcStatus(status)); }
+  void FinishAs(const grpc::Status& status) {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (status_.has_value()) return;
+      status_ = status;
+      if (outgoing_.writing) return;
+    }
+    grpc::ServerWriteReactor<Out>::Finish(status);
+  }
+
+  // Whether Finish was called, or the client is gone.
+  bool finished() const {
+    absl::MutexLock lock(&mutex_);
+    return status_.has_value();
+  }
+
+ private:
+  WriteStream() = default;
+
+  void OnWriteDone(bool ok) override {
+    const Out* next;
+    absl::optional<grpc::Status> finish;
+    {
+      absl::MutexLock lock(&mutex_);
+      next = outgoing_.Pop(ok);
+      if (next == nullptr) finish = status_;
+    }
+    if (next != nullptr) {
+      this->StartWrite(next);
+    } else if (finish.has_value()) {
+      grpc::ServerWriteReactor<Out>::Finish(*finish);
+    } else if (ok) {
+      on_written_();
+    }
+  }
+
+  void OnCancel() override {
+    Finish(ErrorStatus(absl::StatusCode::kCancelled, "CANCELLED", "the stream was cancelled"));
+  }
+
+  void OnDone() override {
+    std::shared_ptr<WriteStream> self = std::move(self_);
+    std::function<void()> on_closed = std::move(on_closed_);
+    on_written_ = nullptr;
+    if (on_closed) on_closed();
+  }
+
+  // Set by Start; used by one reaction at a time.
+  std::function<void()> on_written_;
+  std::function<void()> on_closed_;
+  // gRPC's own share.
+  std::shared_ptr<WriteStream> self_;
+
+  mutable absl::Mutex mutex_;
+  WriteQueue<Out> outgoing_ ABSL_GUARDED_BY(mutex_);
+  absl::optional<grpc::Status> status_ ABSL_GUARDED_BY(mutex_);
+};
+
 // The client's end. Thread-safe.
 template <typename Out, typename In>
 class ClientStream : private grpc::ClientBidiReactor<Out, In> {
