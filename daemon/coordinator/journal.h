@@ -55,10 +55,11 @@ class Journal {
   int64_t size_bytes() const { return size_bytes_; }
 
  private:
-  Journal(JournalState recovered, std::unique_ptr<JournalFile> file,
-          int64_t size_bytes);
+  Journal(JournalState recovered, std::shared_ptr<void> lock,
+          std::unique_ptr<JournalFile> file, int64_t size_bytes);
 
   const JournalState recovered_;
+  const std::shared_ptr<void> lock_;
   std::unique_ptr<JournalFile> file_;
   int64_t size_bytes_ = 0;
   absl::Status broken_;
