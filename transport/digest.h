@@ -10,8 +10,8 @@
 // called from any number of threads at a time, on different digests. All of
 // them use AVX2 where the CPU has it and the scalar definition elsewhere; the
 // values are the same.
-#ifndef TRANSPORT_DIGEST_H_
-#define TRANSPORT_DIGEST_H_
+#ifndef WEIGHTSYNC_TRANSPORT_DIGEST_H_
+#define WEIGHTSYNC_TRANSPORT_DIGEST_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -94,4 +94,4 @@ bool HasAvx2();
 }  // namespace transport
 }  // namespace weightsync
 
-#endif  // TRANSPORT_DIGEST_H_
+#endif  // WEIGHTSYNC_TRANSPORT_DIGEST_H_

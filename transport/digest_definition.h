@@ -17,8 +17,8 @@
 // Inner keys have 12 bits: 8 products of an int16 and an inner key fit an
 // int32, which is what vpmaddwd wants. It guards against damage, not against
 // somebody who wants to deceive.
-#ifndef TRANSPORT_DIGEST_DEFINITION_H_
-#define TRANSPORT_DIGEST_DEFINITION_H_
+#ifndef WEIGHTSYNC_TRANSPORT_DIGEST_DEFINITION_H_
+#define WEIGHTSYNC_TRANSPORT_DIGEST_DEFINITION_H_
 
 #include <cstdint>
 
@@ -90,4 +90,4 @@ WEIGHTSYNC_HOST_DEVICE constexpr uint64_t DigestWordTerm(int lane,
 }  // namespace transport
 }  // namespace weightsync
 
-#endif  // TRANSPORT_DIGEST_DEFINITION_H_
+#endif  // WEIGHTSYNC_TRANSPORT_DIGEST_DEFINITION_H_

@@ -24,9 +24,11 @@
 #define WEIGHTSYNC_DAEMON_NODE_MOVER_H_
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -114,6 +116,46 @@ class Mover {
   // return no thread of the mover runs and no landing is touched. Later commands
   // are ignored.
   void Shutdown();
+
+ private:
+  // The run of an update, made when there is none. Null, with *status, when the
+  // update has ended, the layout is unknown or the mover is shut down.
+  std::shared_ptr<UpdateRun> FindOrMake(const std::string& update_id,
+                                        int64_t version,
+                                        const std::string& layout_id,
+                                        absl::Status* status);
+  std::shared_ptr<UpdateRun> Find(const std::string& update_id);
+  // Takes the run out and has it end.
+  void EndRun(std::shared_ptr<UpdateRun> run, bool committed,
+              const absl::Status& why);
+  // Remembers why an update ended, for ranks that come late.
+  void Remember(const std::string& update_id, const absl::Status& why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Lets go of runs whose drivers have ended.
+  void Reap();
+  void ReportPrepareFailure(const v1::PrepareUpdate& command,
+                            const absl::Status& status);
+
+  // Constant after construction.
+  const Options options_;
+  LayoutBook* const layouts_;
+  Store* const store_;
+  transport::Memory* const memory_;
+  transport::GroupFactory* const groups_;
+
+  absl::Mutex mutex_;
+  bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, std::shared_ptr<UpdateRun>> runs_
+      ABSL_GUARDED_BY(mutex_);
+  // Told to end, and not done yet.
+  std::vector<std::shared_ptr<UpdateRun>> ending_ ABSL_GUARDED_BY(mutex_);
+  // Newest last.
+  std::deque<std::pair<std::string, absl::Status>> ended_
+      ABSL_GUARDED_BY(mutex_);
+  // By model.
+  absl::flat_hash_map<std::string, transport::Epoch> newest_epochs_
+      ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace daemon

@@ -26,15 +26,16 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
+#include "daemon/node/arena_space.h"
 #include "daemon/node/layouts.h"
 #include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
@@ -182,6 +183,111 @@ class Store {
 
   // Fills store_budget_bytes, store_reserved_bytes and store_used_bytes.
   void FillMemoryUse(v1::MemoryUse* use) const;
+
+ private:
+  friend class StorePin;
+
+  struct Extent {
+    ArenaSpace* arena = nullptr;
+    int64_t offset = 0;
+    int64_t bytes = 0;
+  };
+
+  struct Entry {
+    enum class State { kIncoming, kWhole, kCommitted };
+
+    std::string update_id;
+    int64_t version = 0;
+    std::shared_ptr<const NodeLayout> layout;
+    State state = State::kIncoming;
+    // Given up; goes with the last pin.
+    bool dropped = false;
+    int pins = 0;
+    // Of the commit, or before it of the first Reserve: grows.
+    uint64_t order = 0;
+    std::map<int32_t, Extent> buckets;
+    std::map<ArenaSpace*, int> slots;
+
+    int64_t bytes() const;
+  };
+
+  // What is to be done once the lock is free: destroying mappings takes long,
+  // and observers may take locks of their own.
+  struct Deferred {
+    struct Event {
+      enum class Kind { kAdded, kDropped, kEvicted };
+      Kind kind;
+      std::string arena_id;
+      std::string model;
+      std::string update_id;
+    };
+    std::vector<Event> events;
+    std::vector<std::unique_ptr<ArenaSpace>> arenas;
+  };
+
+  void RunDeferred() ABSL_LOCKS_EXCLUDED(mutex_, notify_mutex_);
+  void Unpin(const std::string& update_id);
+
+  absl::Status ReserveForLocked(const std::string& model, int64_t update_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<std::vector<BucketRoom>> ReserveLocked(
+      const std::string& update_id, int64_t version,
+      std::shared_ptr<const NodeLayout> layout,
+      const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Null when unknown or dropped.
+  Entry* Find(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  const Entry* Find(const std::string& update_id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // Gives the entry extents for `buckets`, all or none. Answers the bytes that do
+  // not fit; 0 when all do.
+  int64_t Carve(Entry* entry, const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // One more arena. Lets go of the lock while memory is faulted in; one at a time.
+  absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Evictable(const Entry& entry) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // The oldest one that is evictable, of `model` or (when empty) of any. False
+  // when there is none.
+  bool EvictOldest(const std::string& model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EnforceKeep(const std::string& model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives the entry's extents back. REQUIRES: no pins.
+  void FreeEntry(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropLocked(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops arenas in which nothing lies, down to `keep_bytes` in all.
+  void DropFreeArenas(int64_t keep_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What ReserveFor promised for `copies` updates of every model.
+  int64_t PromisedBytes(int copies) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  int64_t PinnedBytes() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // "models/a update 1f… (newest committed) 1024, …"
+  std::string PinnedNames() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+
+  // Constant after construction.
+  const Options options_;
+  // Workers may outlive a daemon: no arena of this store is called as one of
+  // another.
+  const std::string arena_prefix_;
+  transport::Memory* const memory_;
+  Observer* const observer_;
+
+  // Held while the observer is called; taken before mutex_.
+  absl::Mutex notify_mutex_;
+  mutable absl::Mutex mutex_ ABSL_ACQUIRED_AFTER(notify_mutex_);
+  std::vector<std::unique_ptr<ArenaSpace>> arenas_ ABSL_GUARDED_BY(mutex_);
+  // Sum of the capacities of arenas_ and of the one that is being made.
+  int64_t reserved_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool growing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t next_arena_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t next_order_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  // By model.
+  std::map<std::string, std::string> newest_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int64_t> update_bytes_ ABSL_GUARDED_BY(mutex_);
+  Deferred deferred_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace daemon

@@ -1,0 +1,56 @@
+#ifndef WEIGHTSYNC_TRANSPORT_HOST_FOREIGN_MEMORY_H_
+#define WEIGHTSYNC_TRANSPORT_HOST_FOREIGN_MEMORY_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "transport/host/unique_fd.h"
+
+namespace weightsync {
+namespace transport {
+
+// A mapping of memory that a client owns and may truncate at any time: torch's
+// shared files, POSIX shm. Copy from it with CopyOptions::guard_source.
+class ForeignMemory {
+ public:
+  // Maps `bytes` bytes from `offset` of the file. OUT_OF_RANGE
+  // (SEGMENT_TOO_SMALL) when the file is shorter, INVALID_ARGUMENT (BAD_SIZE,
+  // NOT_MEMORY), FAILED_PRECONDITION (READ_ONLY), RESOURCE_EXHAUSTED
+  // (NO_ADDRESS_SPACE).
+  static absl::StatusOr<std::unique_ptr<ForeignMemory>> Map(const UniqueFd& fd,
+                                                            int64_t offset,
+                                                            int64_t bytes,
+                                                            bool writable);
+
+  ~ForeignMemory();
+  ForeignMemory(const ForeignMemory&) = delete;
+  ForeignMemory& operator=(const ForeignMemory&) = delete;
+
+  char* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+  // Nobody can shrink it, so nothing needs a guard.
+  bool sealed() const { return sealed_; }
+
+ private:
+  ForeignMemory() = default;
+
+  // Constant after Map.
+  char* map_ = nullptr;
+  int64_t map_bytes_ = 0;
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+  bool sealed_ = false;
+};
+
+// Opens POSIX shared memory by its name ("/name", no other slash). NOT_FOUND
+// (SEGMENT_UNKNOWN), PERMISSION_DENIED (SEGMENT_DENIED), INVALID_ARGUMENT
+// (BAD_SEGMENT_NAME).
+absl::StatusOr<UniqueFd> OpenPosixShm(const std::string& name, bool writable);
+
+}  // namespace transport
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TRANSPORT_HOST_FOREIGN_MEMORY_H_

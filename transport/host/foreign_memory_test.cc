@@ -1,0 +1,91 @@
+#include "transport/host/foreign_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "transport/error.h"
+#include "transport/host/copy_pool.h"
+
+namespace weightsync {
+namespace transport {
+namespace {
+
+class ForeignMemoryTest : public ::testing::Test {
+ protected:
+  ForeignMemoryTest() : name_("/ws_foreign_test_" + std::to_string(getpid())) {
+    owner_ = UniqueFd(shm_open(name_.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600));
+    EXPECT_EQ(ftruncate(owner_.get(), 20000), 0);
+    EXPECT_EQ(pwrite(owner_.get(), "weights", 7, 5000), 7);
+  }
+  ~ForeignMemoryTest() override { shm_unlink(name_.c_str()); }
+
+  std::string MapReason(int64_t offset, int64_t bytes) {
+    return ReasonOf(ForeignMemory::Map(owner_, offset, bytes, false).status());
+  }
+
+  const std::string name_;
+  UniqueFd owner_;
+};
+
+TEST_F(ForeignMemoryTest, MapsAnyOffset) {
+  absl::StatusOr<UniqueFd> fd = OpenPosixShm(name_, /*writable=*/false);
+  ASSERT_TRUE(fd.ok()) << fd.status();
+  absl::StatusOr<std::unique_ptr<ForeignMemory>> memory =
+      ForeignMemory::Map(*fd, 5000, 15000, false);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  EXPECT_EQ(std::string((*memory)->data(), 7), "weights");
+  EXPECT_EQ((*memory)->bytes(), 15000);
+  EXPECT_FALSE((*memory)->sealed());
+  EXPECT_EQ(
+      ReasonOf(ForeignMemory::Map(*fd, 0, 100, /*writable=*/true).status()),
+      "READ_ONLY");
+}
+
+TEST_F(ForeignMemoryTest, RefusesWhatGoesBeyondTheSegment) {
+  EXPECT_EQ(MapReason(0, 20000), "");
+  EXPECT_EQ(MapReason(0, 20001), "SEGMENT_TOO_SMALL");
+  EXPECT_EQ(MapReason(19999, 2), "SEGMENT_TOO_SMALL");
+  EXPECT_EQ(MapReason(20001, 1), "SEGMENT_TOO_SMALL");
+  EXPECT_EQ(MapReason(INT64_MAX, INT64_MAX), "SEGMENT_TOO_SMALL");
+  EXPECT_EQ(MapReason(-1, 10), "BAD_SIZE");
+  EXPECT_EQ(MapReason(0, 0), "BAD_SIZE");
+  EXPECT_EQ(MapReason(0, -1), "BAD_SIZE");
+  EXPECT_EQ(ReasonOf(ForeignMemory::Map(UniqueFd(), 0, 1, false).status()),
+            "NOT_MEMORY");
+}
+
+TEST_F(ForeignMemoryTest, Names) {
+  EXPECT_EQ(ReasonOf(OpenPosixShm(name_ + "_not_there", false).status()),
+            "SEGMENT_UNKNOWN");
+  for (const std::string& name :
+       {std::string(), std::string("/"), std::string("/../etc/passwd"),
+        std::string("/.."), std::string("no_slash"), std::string("/a\0b", 4)}) {
+    EXPECT_EQ(ReasonOf(OpenPosixShm(name, false).status()), "BAD_SEGMENT_NAME")
+        << name;
+  }
+}
+
+TEST_F(ForeignMemoryTest, ATruncatedSegmentFailsTheCopy) {
+  absl::StatusOr<std::unique_ptr<ForeignMemory>> memory =
+      ForeignMemory::Map(owner_, 0, 20000, false);
+  ASSERT_TRUE(memory.ok());
+  EXPECT_EQ(ftruncate(owner_.get(), 4096), 0);
+  CopyPool pool(2);
+  std::vector<char> target(20000);
+  CopyTask task;
+  task.src = (*memory)->data();
+  task.dst = target.data();
+  task.run_bytes = 20000;
+  CopyOptions options;
+  options.guard_source = true;
+  EXPECT_EQ(ReasonOf(pool.Copy({task}, options)), "SOURCE_MEMORY_LOST");
+}
+
+}  // namespace
+}  // namespace transport
+}  // namespace weightsync
