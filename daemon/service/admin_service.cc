@@ -106,7 +106,7 @@ grpc::ServerUnaryReactor* AdminServiceImpl::Handle(grpc::CallbackServerContext* 
     answer->Finish(status);
     return reactor;
   }
-  Forward(std::move(answer), *request, access_.name,
+  Forward(std::move(answer), *request, access_.name, absl::ZeroDuration(),
           [this, method](grpc::ClientContext* client, const Request* forwarded, Response* into,
                          std::function<void(grpc::Status)> done) {
             (stub_->async()->*method)(client, forwarded, into, std::move(done));
@@ -146,7 +146,7 @@ grpc::ServerUnaryReactor* AdminServiceImpl::GetCluster(grpc::CallbackServerConte
     answer->Finish(status);
     return reactor;
   }
-  Forward(answer, *request, access_.name,
+  Forward(answer, *request, access_.name, absl::ZeroDuration(),
           [this, finish](grpc::ClientContext* client, const v1::GetClusterRequest* asked,
                          v1::Cluster* into, std::function<void(grpc::Status)> done) {
             stub_->async()->GetCluster(client, asked, into,
@@ -261,7 +261,7 @@ grpc::ServerUnaryReactor* AdminServiceImpl::Prepare(grpc::CallbackServerContext*
   } else if (const absl::Status status = CheckNotForwarded(*context); !status.ok()) {
     answer->Finish(status);
   } else {
-    Forward(answer, *request, access_.name,
+    Forward(answer, *request, access_.name, absl::ZeroDuration(),
             [this](grpc::ClientContext* client, const v1::PrepareRequest* asked,
                    v1::PrepareResponse* into, std::function<void(grpc::Status)> done) {
               stub_->async()->Prepare(client, asked, into, std::move(done));

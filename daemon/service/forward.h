@@ -58,10 +58,11 @@ inline grpc::Status ForwardedStatus(const grpc::Status& status, const std::strin
   return status;
 }
 
-// `call` makes the call on a stub: (context, request, response, callback).
+// `call` makes the call on a stub: (context, request, response, callback). `grace`: how much longer
+// than the answer's deadline to wait, where the coordinator keeps to a time in the request.
 template <typename Request, typename Response, typename Call>
 void Forward(std::shared_ptr<Answer<Response>> answer, const Request& request,
-             const std::string& coordinator, Call call) {
+             const std::string& coordinator, absl::Duration grace, Call call) {
   // Lives until the callback; the response goes straight into the answer's.
   struct State {
     grpc::ClientContext context;
@@ -71,7 +72,7 @@ void Forward(std::shared_ptr<Answer<Response>> answer, const Request& request,
   auto state = std::make_shared<State>();
   state->request = request;
   state->answer = std::move(answer);
-  PrepareForward(state->answer->deadline(), &state->context);
+  PrepareForward(state->answer->deadline() + grace, &state->context);
   call(&state->context, &state->request, state->answer->response(),
        [state, coordinator](grpc::Status status) {
          state->answer->FinishAs(ForwardedStatus(status, coordinator));

@@ -35,7 +35,9 @@ struct Lease {
   bool accepted = false;
   absl::Time opened = absl::Now();
   absl::Time last_heard = absl::Now();
+  // The process that is watched, and that memory is offered to; 0 where nobody knows it.
   ProcessWatcher::WatchId watch = 0;
+  pid_t process = 0;
 
   // Why it ends now, or OK.
   absl::Status CheckTime(absl::Time now, const NodeContext& node) const {
@@ -75,6 +77,7 @@ void WatchProcess(const NodeContext& node, int pid, Lease<In, Out>* lease,
       });
   if (watch.ok()) {
     lease->watch = *watch;
+    lease->process = pid;
   } else {
     // Perhaps it counts in another pid namespace. Its stream and heartbeats remain.
     LOG(WARNING) << watch.status();

@@ -14,7 +14,7 @@
 #include "daemon/service/process_watcher.h"
 #include "daemon/service/store_room.h"
 #include "daemon/service/task_threads.h"
-#include "transport/host/fd_socket.h"
+#include "transport/memory.h"
 
 namespace weightsync {
 namespace daemon {
@@ -25,8 +25,8 @@ struct NodeContext {
   Loop* loop = nullptr;
   // Commands about layouts and updates, in the order in which the coordinator gave them.
   Loop* data = nullptr;
-  // What faults memory in.
-  Loop* memory = nullptr;
+  // What faults memory in, or gives it back.
+  Loop* reserving = nullptr;
   // Copies of trainers' tensors.
   TaskThreads* copies = nullptr;
   NodeLink* link = nullptr;
@@ -34,12 +34,17 @@ struct NodeContext {
   Store* store = nullptr;
   StoreRoom* room = nullptr;
   Mover* mover = nullptr;
-  transport::FdServer* descriptors = nullptr;
+  transport::Memory* memory = nullptr;
   ProcessWatcher* processes = nullptr;
 };
 
 // transport's reasons for what clients ask for, under the names that the API promises.
 absl::Status ApiStatus(const absl::Status& status);
+
+// Exports `segment` to process `pid` (0: to whoever has the token) under the name `arena_id`.
+absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory, const std::string& arena_id,
+                                          const transport::Segment& segment, pid_t pid,
+                                          bool read_only);
 
 // 32 hexadecimal digits that nobody can guess.
 std::string RandomId();

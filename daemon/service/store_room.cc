@@ -28,7 +28,7 @@ void StoreRoom::Need(const std::string& model, const std::string& who, int64_t b
     done(absl::OkStatus());
     return;
   }
-  memory_->Post([this, model, who, bytes_before, sum = WithPadding(sum), done = std::move(done)] {
+  reserving_->Post([this, model, who, bytes_before, sum = WithPadding(sum), done = std::move(done)] {
     const absl::Status status = store_->ReserveFor(model, sum);
     loop_->Post([this, model, who, bytes_before, status, done] {
       if (!status.ok()) {
@@ -53,7 +53,7 @@ void StoreRoom::Leave(const std::string& model, const std::string& who) {
     auto again = models_.find(model);
     if (again == models_.end() || again->second.generation != generation) return;
     models_.erase(again);
-    memory_->Post([store = store_, model] { store->Forget(model); });
+    reserving_->Post([store = store_, model] { store->Forget(model); });
   });
 }
 

@@ -21,9 +21,9 @@ namespace daemon {
 // All on one loop.
 class StoreRoom {
  public:
-  // Faulting in happens on `memory`. All outlive the room.
-  StoreRoom(Store* store, Loop* loop, Loop* memory, absl::Duration linger)
-      : store_(store), loop_(loop), memory_(memory), linger_(linger) {}
+  // Faulting in happens on `reserving`. All outlive the room.
+  StoreRoom(Store* store, Loop* loop, Loop* reserving, absl::Duration linger)
+      : store_(store), loop_(loop), reserving_(reserving), linger_(linger) {}
 
   // `who` ("rank 3", "workers") needs `bytes` of each update of `model`; replaces what it needed
   // before. `model_bytes`: of the whole model, above which the sum cannot be; 0 when not known.
@@ -43,7 +43,7 @@ class StoreRoom {
 
   Store* const store_;
   Loop* const loop_;
-  Loop* const memory_;
+  Loop* const reserving_;
   const absl::Duration linger_;
   std::map<std::string, Entry> models_;
 };

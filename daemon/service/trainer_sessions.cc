@@ -13,9 +13,6 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
-// How long a client may take to map what it asked for.
-constexpr absl::Duration kTokenTtl = absl::Minutes(10);
-
 absl::Status SessionUnknown() {
   return ErrorStatus(absl::StatusCode::kNotFound, "SESSION_UNKNOWN",
                      "no such session: it has ended, or was opened at another daemon; open a new "
@@ -172,7 +169,7 @@ void TrainerSessions::End(uint64_t id, const absl::Status& why) {
   }
   for (const auto& arena : session->arenas) arena_bytes_ -= arena.second->bytes();
   // Giving gigabytes back takes its time; the client hears that it is over when they are free.
-  node_.memory->Post([loop = node_.loop, node = &node_, session = std::move(session), why]() mutable {
+  node_.reserving->Post([loop = node_.loop, node = &node_, session = std::move(session), why]() mutable {
     session->arenas.clear();
     session->registration = nullptr;
     loop->Post([node, session = std::move(session), why] { EndStream(*node, *session, why); });
@@ -192,48 +189,40 @@ void TrainerSessions::AllocateArena(const v1::AllocateArenaRequest& request,
                                             " bytes; ask for a positive size")));
     return;
   }
-  node_.memory->Post([this, id = (*session)->id, bytes = request.size_bytes(), answer,
-                      name = (*session)->Name()] {
-    transport::Arena::CreateOptions options;
-    options.name = absl::StrCat("weightsync ", name);
-    options.warm_up_threads = std::max(1, node_.options->copy_threads);
-    absl::StatusOr<std::unique_ptr<transport::Arena>> made =
-        transport::Arena::Create(bytes, options);
+  // Whole pages, so that the end of the data is the end of the mapping.
+  constexpr int64_t kPage = 4096;
+  if (request.size_bytes() > INT64_MAX - kPage) {
+    answer->Finish(ErrorStatus(absl::StatusCode::kInvalidArgument, "ARENA_SIZE_INVALID",
+                               "no machine has so much memory; ask for less"));
+    return;
+  }
+  const int64_t bytes = (request.size_bytes() + kPage - 1) / kPage * kPage;
+  node_.reserving->Post([this, id = (*session)->id, bytes, answer, name = (*session)->Name()] {
+    const absl::Time begin = absl::Now();
+    absl::StatusOr<std::unique_ptr<transport::Segment>> made =
+        node_.memory->Allocate(bytes, {/*name=*/name});
     if (!made.ok()) {
       answer->Finish(ApiStatus(made.status()));
       return;
     }
-    std::shared_ptr<transport::Arena> arena = *std::move(made);
-    node_.loop->Post([this, id, arena, answer] {
+    std::shared_ptr<transport::Segment> segment = *std::move(made);
+    const absl::Duration warm_up = absl::Now() - begin;
+    node_.loop->Post([this, id, segment, warm_up, answer] {
       Session* session = Find(id);
       if (session == nullptr) {
         answer->Finish(SessionUnknown());
         return;
       }
-      absl::StatusOr<transport::UniqueFd> shared = arena->Share(/*read_only=*/false);
-      if (!shared.ok()) {
-        answer->Finish(ApiStatus(shared.status()));
+      absl::StatusOr<v1::ArenaOffer> offer =
+          OfferArena(node_.memory, RandomId(), *segment, session->process, /*read_only=*/false);
+      if (!offer.ok()) {
+        answer->Finish(offer.status());
         return;
       }
-      transport::FdServer::Recipient recipient;
-      if (session->watch != 0) recipient.pid = session->identity.pid();
-      absl::StatusOr<std::string> token =
-          node_.descriptors->Offer(*std::move(shared), recipient, kTokenTtl);
-      if (!token.ok()) {
-        answer->Finish(ApiStatus(token.status()));
-        return;
-      }
-      const std::string arena_id = RandomId();
-      session->arenas.emplace(arena_id, arena);
-      arena_bytes_ += arena->bytes();
-      v1::ArenaOffer* offer = answer->response()->mutable_arena();
-      offer->set_arena_id(arena_id);
-      offer->set_size_bytes(arena->mapping_bytes());
-      offer->set_data_offset_bytes(arena->data_offset_bytes());
-      offer->set_descriptor_socket(node_.descriptors->path());
-      offer->set_token(*token);
-      *offer->mutable_expire_time() = ToProto(absl::Now() + kTokenTtl);
-      *answer->response()->mutable_warm_up() = ToProto(arena->warm_up_time());
+      session->arenas.emplace(offer->arena_id(), segment);
+      arena_bytes_ += segment->bytes();
+      *answer->response()->mutable_arena() = *std::move(offer);
+      *answer->response()->mutable_warm_up() = ToProto(warm_up);
       answer->Finish(absl::OkStatus());
     });
   });
@@ -258,7 +247,7 @@ absl::StatusOr<std::shared_ptr<TrainerSessions::Registration>> TrainerSessions::
                              absl::StrCat("a region of ", region.size_bytes(),
                                           " bytes in an arena of ", arena->second->bytes()));
         }
-        registration->regions.push_back({arena->second->data(), region.size_bytes()});
+        registration->regions.push_back({arena->second->data(), region.size_bytes(), /*guard=*/false});
         registration->memory.push_back(arena->second);
         break;
       }
@@ -270,7 +259,7 @@ absl::StatusOr<std::shared_ptr<TrainerSessions::Registration>> TrainerSessions::
             transport::ForeignMemory::Map(*fd, 0, region.size_bytes(), /*writable=*/false);
         if (!mapped.ok()) return ApiStatus(mapped.status());
         std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
-        registration->regions.push_back({memory->data(), region.size_bytes()});
+        registration->regions.push_back({memory->data(), region.size_bytes(), !memory->sealed()});
         registration->memory.push_back(memory);
         break;
       }

@@ -24,7 +24,7 @@
 #include "daemon/service/answer.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
-#include "transport/host/arena.h"
+#include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/trainer.pb.h"
 
@@ -80,7 +80,7 @@ class TrainerSessions {
   struct Session : Lease<v1::TrainerHeartbeat, v1::TrainerEvent> {
     std::string session;
     v1::TrainerIdentity identity;
-    std::map<std::string, std::shared_ptr<transport::Arena>> arenas;
+    std::map<std::string, std::shared_ptr<transport::Segment>> arenas;
     std::shared_ptr<const Registration> registration;
     int64_t publish_index = 0;
     // Ends copies that run.
