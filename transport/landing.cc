@@ -1,0 +1,158 @@
+#include "transport/landing.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+
+constexpr int64_t Landing::kFrameBytes;
+
+Landing::Landing(uint64_t bucket_id, absl::Span<char> data,
+                 std::shared_ptr<const DigestMap> digests)
+    : bucket_id_(bucket_id),
+      data_(data),
+      digests_(std::move(digests)),
+      frame_count_(static_cast<uint32_t>(
+          (static_cast<int64_t>(data.size()) + kFrameBytes - 1) / kFrameBytes)),
+      states_(frame_count_, FrameState::kEmpty),
+      frame_digests_(frame_count_) {
+  ready_order_.reserve(frame_count_);
+}
+
+absl::Span<char> Landing::frame(uint32_t frame) const {
+  DCHECK_LT(frame, frame_count_);
+  return data_.subspan(static_cast<size_t>(frame) * kFrameBytes, kFrameBytes);
+}
+
+Digest Landing::ComputeDigest(uint32_t frame_index) const {
+  return digests_->Of(static_cast<int64_t>(frame_index) * kFrameBytes,
+                      frame(frame_index));
+}
+
+bool Landing::Claim(uint32_t frame) {
+  absl::MutexLock lock(&mutex_);
+  if (states_[frame] != FrameState::kEmpty) return false;
+  states_[frame] = FrameState::kFilling;
+  return true;
+}
+
+void Landing::Unclaim(uint32_t frame) {
+  absl::MutexLock lock(&mutex_);
+  if (states_[frame] == FrameState::kFilling)
+    states_[frame] = FrameState::kEmpty;
+}
+
+bool Landing::MarkReady(uint32_t frame, const Digest& digest) {
+  absl::MutexLock lock(&mutex_);
+  if (states_[frame] == FrameState::kReady) return false;
+  states_[frame] = FrameState::kReady;
+  frame_digests_[frame] = digest;
+  sum_ += digest;
+  ready_order_.push_back(frame);
+  for (Watcher* watcher : watchers_)
+    watcher->OnFramesReady(absl::MakeConstSpan(&frame, 1));
+  return ready_order_.size() == frame_count_;
+}
+
+void Landing::MarkAllReady() {
+  for (uint32_t i = 0; i < frame_count_; ++i) {
+    if (!IsReady(i)) MarkReady(i, ComputeDigest(i));
+  }
+}
+
+void Landing::Fail(const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  if (!status_.ok() || ready_order_.size() == frame_count_) return;
+  status_ = status;
+  for (Watcher* watcher : watchers_) watcher->OnFailed(status);
+}
+
+bool Landing::IsReady(uint32_t frame) const {
+  absl::MutexLock lock(&mutex_);
+  return states_[frame] == FrameState::kReady;
+}
+
+Digest Landing::frame_digest(uint32_t frame) const {
+  absl::MutexLock lock(&mutex_);
+  return frame_digests_[frame];
+}
+
+uint32_t Landing::ready_frames() const {
+  absl::MutexLock lock(&mutex_);
+  return static_cast<uint32_t>(ready_order_.size());
+}
+
+bool Landing::complete() const {
+  absl::MutexLock lock(&mutex_);
+  return ready_order_.size() == frame_count_;
+}
+
+absl::Status Landing::status() const {
+  absl::MutexLock lock(&mutex_);
+  return status_;
+}
+
+Digest Landing::bucket_digest() const {
+  absl::MutexLock lock(&mutex_);
+  return sum_;
+}
+
+std::vector<uint8_t> Landing::ReadyBitmap() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<uint8_t> bits((frame_count_ + 7) / 8, 0);
+  for (uint32_t frame : ready_order_)
+    bits[frame / 8] |= static_cast<uint8_t>(1u << (frame % 8));
+  return bits;
+}
+
+absl::Status Landing::WaitComplete(absl::Duration no_progress) const {
+  absl::MutexLock lock(&mutex_);
+  while (true) {
+    if (ready_order_.size() == frame_count_) return absl::OkStatus();
+    if (!status_.ok()) return status_;
+    const size_t before = ready_order_.size();
+    auto moved = [this, before]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return ready_order_.size() != before || !status_.ok();
+    };
+    if (!mutex_.AwaitWithTimeout(absl::Condition(&moved), no_progress)) {
+      return MakeError(
+          absl::StatusCode::kDeadlineExceeded, "NO_PROGRESS",
+          absl::StrCat("bucket ", bucket_id_, " has ", before, " of ",
+                       frame_count_, " frames and got none for ",
+                       absl::FormatDuration(no_progress)));
+    }
+  }
+}
+
+void Landing::AddWatcher(Watcher* watcher) {
+  absl::MutexLock lock(&mutex_);
+  watchers_.push_back(watcher);
+  if (!ready_order_.empty()) watcher->OnFramesReady(ready_order_);
+  if (!status_.ok()) watcher->OnFailed(status_);
+}
+
+void Landing::RemoveWatcher(Watcher* watcher) {
+  absl::MutexLock lock(&mutex_);
+  watchers_.erase(std::remove(watchers_.begin(), watchers_.end(), watcher),
+                  watchers_.end());
+}
+
+bool Landing::AcquireReceiver(const void* owner) {
+  absl::MutexLock lock(&mutex_);
+  if (receiver_ != nullptr && receiver_ != owner) return false;
+  receiver_ = owner;
+  return true;
+}
+
+void Landing::ReleaseReceiver(const void* owner) {
+  absl::MutexLock lock(&mutex_);
+  if (receiver_ == owner) receiver_ = nullptr;
+}
+
+}  // namespace transport
+}  // namespace weightsync

@@ -1,0 +1,182 @@
+#include "transport/tcp/in_stream.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace tcp {
+namespace {
+
+constexpr absl::Duration kLeaveLimit = absl::Seconds(1);
+// The rate and the time of the last word are noted this often.
+constexpr int64_t kNoteEveryNanos = 50000000;
+
+}  // namespace
+
+InStream::InStream(Inbound* hop, Fd fd, bool talks)
+    : hop_(hop), talks_(talks), fd_(std::move(fd)), reader_(fd_.get(), this) {}
+
+InStream::~InStream() { Join(); }
+
+void InStream::Start() {
+  thread_ = std::thread([this] { Run(); });
+}
+
+void InStream::Join() {
+  if (thread_.joinable()) thread_.join();
+}
+
+void InStream::Run() {
+  last_sent_ = last_heard_ = NowNanos();
+  const absl::Status status = Loop();
+  if (landing_ != nullptr) landing_->Unclaim(reader_.header().frame);
+  landing_ = nullptr;
+  if (!status.ok()) hop_->Fail(BlameEdge(hop_->options(), status));
+  if (hop_->stop_mode() == StopMode::kLeave || peer_left_) {
+    // COMPLETE and CHAIN may still wait to be sent.
+    const int64_t until = NowNanos() + absl::ToInt64Nanoseconds(kLeaveLimit);
+    if (talks_) out_ += hop_->TakeMessages();
+    out_ += EncodeMessage(MessageType::kBye, "");
+    while (Flush(NowNanos()).ok() && out_done_ < out_.size() &&
+           NowNanos() < until) {
+      pollfd wait{fd_.get(), POLLOUT, 0};
+      poll(&wait, 1, 50);
+    }
+    CloseGently(fd_.get(), peer_left_ ? absl::ZeroDuration() : kLeaveLimit);
+  } else if (out_done_ == out_.size()) {
+    if (talks_) SendNow(fd_.get(), hop_->TakeMessages());
+    SendNow(fd_.get(),
+            EncodeMessage(MessageType::kFail, EncodeStatus(hop_->stop_why())));
+  }
+  fd_.reset();
+}
+
+absl::Status InStream::Loop() {
+  const int64_t deadline =
+      absl::ToInt64Nanoseconds(hop_->options().peer_deadline);
+  int64_t noted = 0;
+  while (hop_->stop_mode() == StopMode::kRun) {
+    const int64_t now = NowNanos();
+    if (absl::Status status = Flush(now); !status.ok()) return status;
+    absl::StatusOr<int64_t> n = reader_.ReadSome();
+    if (!n.ok()) return n.status();
+    if (peer_left_) {
+      hop_->PeerLeft();
+      return absl::OkStatus();
+    }
+    if (*n > 0) {
+      last_heard_ = now;
+      if (now - noted > kNoteEveryNanos) {
+        noted = now;
+        hop_->Heard(now, /*moves=*/reader_.in_data());
+      }
+      continue;
+    }
+    if (now - last_heard_ > deadline) {
+      return PeerSilent(hop_->options(), hop_->options().from,
+                        now - last_heard_);
+    }
+    Poll();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status InStream::Flush(int64_t now) {
+  if (out_done_ == out_.size()) {
+    out_.clear();
+    out_done_ = 0;
+  }
+  if (talks_ && hop_->has_messages()) out_ += hop_->TakeMessages();
+  if (out_.empty() &&
+      now - last_sent_ >= absl::ToInt64Nanoseconds(hop_->options().heartbeat)) {
+    out_ = EncodeMessage(MessageType::kHeartbeat, "");
+  }
+  if (out_done_ == out_.size()) return absl::OkStatus();
+  const ssize_t n = send(fd_.get(), out_.data() + out_done_,
+                         out_.size() - out_done_, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (n < 0) {
+    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)
+      return absl::OkStatus();
+    return ErrnoError("answering", errno);
+  }
+  last_sent_ = now;
+  out_done_ += static_cast<size_t>(n);
+  return absl::OkStatus();
+}
+
+void InStream::Poll() {
+  // Not woken before the rest of a frame is there, or a whole header: fewer,
+  // longer turns.
+  SetLowWater(static_cast<int>(
+      std::min<int64_t>(reader_.missing(), Landing::kFrameBytes)));
+  const HopOptions& options = hop_->options();
+  const int64_t span = absl::ToInt64Nanoseconds(
+                           std::min(options.heartbeat, options.peer_deadline)) /
+                       4;
+  const bool waits_to_send = out_done_ < out_.size();
+  pollfd waits[2] = {
+      {fd_.get(), static_cast<int16_t>(POLLIN | (waits_to_send ? POLLOUT : 0)),
+       0},
+      {wake_.fd(), POLLIN, 0}};
+  poll(waits, 2, static_cast<int>(std::max<int64_t>(1, span / 1000000)));
+  if (waits[1].revents != 0) wake_.Drain();
+}
+
+void InStream::SetLowWater(int bytes) {
+  if (bytes == low_water_) return;
+  low_water_ = bytes;
+  setsockopt(fd_.get(), SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof(bytes));
+}
+
+absl::StatusOr<char*> InStream::OnDataHeader(const Header& header) {
+  absl::StatusOr<std::shared_ptr<Landing>> landing = hop_->Find(header);
+  if (!landing.ok()) return landing.status();
+  if (*landing != nullptr && (*landing)->Claim(header.frame)) {
+    landing_ = *std::move(landing);
+    return landing_->frame(header.frame).data();
+  }
+  if (header.length > Landing::kFrameBytes)
+    return absl::DataLossError("a frame is too long");
+  // It is here already, or its move is over.
+  scratch_.resize(header.length);
+  return &scratch_[0];
+}
+
+absl::Status InStream::OnData(const Header& header) {
+  if (landing_ == nullptr) return absl::OkStatus();
+  const std::shared_ptr<Landing> landing = std::move(landing_);
+  landing_ = nullptr;
+  if (landing->ComputeDigest(header.frame) != header.digest) {
+    landing->Unclaim(header.frame);
+    if (absl::Status status = hop_->Damaged(header); !status.ok())
+      return status;
+    Header nak = header;
+    nak.type = MessageType::kNak;
+    out_ += EncodeMessage(nak, "");
+    return absl::OkStatus();
+  }
+  const bool complete = landing->MarkReady(header.frame, header.digest);
+  hop_->Received(header.length, 1);
+  if (complete) hop_->Completed(header.move);
+  return absl::OkStatus();
+}
+
+absl::Status InStream::OnMessage(const Header& header,
+                                 absl::string_view payload) {
+  if (header.type == MessageType::kBye) {
+    peer_left_ = true;
+    return absl::OkStatus();
+  }
+  return hop_->OnMessage(header, payload);
+}
+
+}  // namespace tcp
+}  // namespace transport
+}  // namespace weightsync

@@ -1,0 +1,86 @@
+#ifndef WEIGHTSYNC_TRANSPORT_TCP_OUT_STREAM_H_
+#define WEIGHTSYNC_TRANSPORT_TCP_OUT_STREAM_H_
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transport/tcp/frame_reader.h"
+#include "transport/tcp/outbound.h"
+#include "transport/tcp/socket.h"
+
+namespace weightsync {
+namespace transport {
+namespace tcp {
+
+// One connection towards the successor, and the thread that sends on it and
+// reads what comes back.
+class OutStream : private MessageSink {
+ public:
+  // `talks`: the peer's messages about moves come back on this one.
+  OutStream(Outbound* hop, Fd fd, bool talks);
+  ~OutStream() override;
+
+  void Start();
+  void Wake() { wake_.Wake(); }
+  void Join();
+
+ private:
+  struct Delayed {
+    int64_t due;
+    Outbound::FrameRef ref;
+  };
+
+  void Run();
+  absl::Status Loop();
+  // Makes the next batch of bytes to send, if there are any.
+  absl::Status FillBatch(int64_t now);
+  // Adds a frame to the batch, as the fault policy likes it. Silence ends in
+  // silent_.
+  absl::Status AddFrame(const Outbound::FrameRef& ref, uint64_t move,
+                        int64_t now);
+  void AddBytes(const void* data, size_t bytes);
+  // *blocked when the socket takes no more now.
+  absl::Status SendBatch(bool* blocked);
+  absl::Status ReadAll(bool* heard);
+  void Poll(bool blocked, int64_t now);
+  bool batch_empty() const { return next_part_ == parts_.size(); }
+
+  absl::StatusOr<char*> OnDataHeader(const Header& header) override;
+  absl::Status OnData(const Header& header) override;
+  absl::Status OnMessage(const Header& header,
+                         absl::string_view payload) override;
+
+  Outbound* const hop_;
+  const bool talks_;
+  Fd fd_;
+  WakeFd wake_;
+  FrameReader reader_;
+  std::thread thread_;
+
+  // Only the thread touches these.
+  Outbound::Work work_;
+  std::vector<char> headers_;         // of the batch
+  std::string control_;               // messages of the batch
+  std::vector<std::string> damaged_;  // copies for the fault policy
+  std::vector<iovec> parts_;
+  size_t next_part_ = 0;
+  size_t batch_frames_ = 0;
+  std::deque<Delayed> delayed_;
+  bool said_give_up_ = false;
+  bool silent_ = false;
+  bool peer_left_ = false;
+  int64_t last_sent_ = 0;
+  int64_t last_heard_ = 0;
+  int64_t last_read_ = 0;
+};
+
+}  // namespace tcp
+}  // namespace transport
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TRANSPORT_TCP_OUT_STREAM_H_
