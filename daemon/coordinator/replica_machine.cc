@@ -49,7 +49,9 @@ class Stepper {
     if (was_complete && !s_.Complete()) {
       Say(ReplicaAction::kLeft, s_.fault);
     } else if (!was_complete && s_.Complete()) {
+      // What is wanted of it is decided now that it is known.
       Say(ReplicaAction::kComplete);
+      return std::move(actions_);
     }
     Reconcile();
     return std::move(actions_);
