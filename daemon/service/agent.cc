@@ -75,7 +75,7 @@ Agent::Agent(const Options& options, Parts parts)
                             });
                           }),
              &layouts_, &store_, parts_.memory, parts_.groups),
-      link_(LinkOptions(options_, parts_.coordinator_name), parts_.coordinator, &loop_, this),
+      link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
       room_(&store_, &loop_, &reserving_, kStoreLinger),
       context_{&options_, &loop_,  &data_,  &reserving_, &copies_,       &link_,
                &layouts_, &store_, &room_, &mover_,     parts_.memory, parts_.processes},
@@ -89,8 +89,9 @@ Agent::~Agent() {
   StopLoops();
 }
 
-void Agent::Start() {
-  link_.Start();
+void Agent::Start(std::shared_ptr<grpc::Channel> coordinator) {
+  started_ = true;
+  link_.Start(std::move(coordinator));
   loop_.Post([this] { CheckLeases(); });
 }
 
@@ -104,7 +105,7 @@ void Agent::Shutdown() {
     ended.Notify();
   });
   ended.WaitForNotification();
-  link_.Stop();
+  if (started_) link_.Stop();
   mover_.Shutdown();
   data_.Stop();
   copies_.Stop();

@@ -37,9 +37,8 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
     transport::Memory* memory = nullptr;
     transport::GroupFactory* groups = nullptr;
     ProcessWatcher* processes = nullptr;
-    std::shared_ptr<grpc::Channel> coordinator;
     // For sentences.
-    std::string coordinator_name;
+    std::string coordinator;
     // Of the cluster that this node belonged to before; empty: none.
     std::string cluster_id;
     // Called on the agent's loop when the coordinator has welcomed the node. An error ends the
@@ -49,12 +48,13 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
 
   // `options.store_budget_bytes` and `copy_threads` are resolved.
   Agent(const Options& options, Parts parts);
-  // As Shutdown.
+  // As Shutdown and StopLoops.
   ~Agent() override;
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
-  void Start();
+  // `coordinator`: the channel to it. Once.
+  void Start(std::shared_ptr<grpc::Channel> coordinator);
 
   // Ends all clients' streams with UNAVAILABLE (SHUTTING_DOWN) and waits until what runs has ended.
   // The loop itself goes on, for streams that still close; see StopLoops.
@@ -108,6 +108,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   absl::Time last_check_;
   // Counts losses of the coordinator: a grace period that was begun for an older one is void.
   uint64_t losses_ = 0;
+  bool started_ = false;
   bool shut_down_ = false;
 };
 

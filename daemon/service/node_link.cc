@@ -11,10 +11,8 @@
 
 namespace weightsync {
 namespace daemon {
-NodeLink::NodeLink(Options options, std::shared_ptr<grpc::Channel> channel, Loop* loop,
-                   Handler* handler)
+NodeLink::NodeLink(Options options, Loop* loop, Handler* handler)
     : options_(std::move(options)),
-      stub_(v1::NodeService::NewStub(std::move(channel))),
       loop_(loop),
       handler_(handler),
       heartbeat_interval_(options_.heartbeat_interval),
@@ -22,8 +20,11 @@ NodeLink::NodeLink(Options options, std::shared_ptr<grpc::Channel> channel, Loop
       backoff_(options_.first_backoff),
       last_error_(absl::UnavailableError("it was not tried yet")) {}
 
-void NodeLink::Start() {
-  loop_->Post([this] { Dial(); });
+void NodeLink::Start(std::shared_ptr<grpc::Channel> channel) {
+  loop_->Post([this, channel = std::move(channel)] {
+    stub_ = v1::NodeService::NewStub(channel);
+    Dial();
+  });
 }
 
 void NodeLink::Stop() {

@@ -55,14 +55,15 @@ class NodeLink {
   };
 
   // `loop` and `handler` outlive the link.
-  NodeLink(Options options, std::shared_ptr<grpc::Channel> channel, Loop* loop, Handler* handler);
+  NodeLink(Options options, Loop* loop, Handler* handler);
   // REQUIRES: stopped, if it was started.
   ~NodeLink() = default;
   NodeLink(const NodeLink&) = delete;
   NodeLink& operator=(const NodeLink&) = delete;
 
-  // From any thread, once each. Stop returns when no callback comes any more; not on the loop.
-  void Start();
+  // From any thread, once. `channel`: to the coordinator.
+  void Start(std::shared_ptr<grpc::Channel> channel);
+  // From any thread but the loop's, after Start. Returns when no callback comes any more.
   void Stop();
 
   // Whether the coordinator has welcomed us and knows what we hold.
@@ -87,10 +88,10 @@ class NodeLink {
   void Heartbeat(uint64_t attempt);
 
   const Options options_;
-  const std::unique_ptr<v1::NodeService::Stub> stub_;
   Loop* const loop_;
   Handler* const handler_;
 
+  std::unique_ptr<v1::NodeService::Stub> stub_;
   std::shared_ptr<Stream> stream_;
   // Counts dials: what comes from an older one is not for us any more.
   uint64_t attempt_ = 0;

@@ -95,7 +95,9 @@ void ReplicaSessions::Open(std::shared_ptr<ControlStream> stream) {
   control->id = next_id_++;
   control_streams_[stream.get()] = control->id;
   control->stream = std::move(stream);
-  controls_.emplace(control->id, std::move(control));
+  const uint64_t id = control->id;
+  controls_.emplace(id, std::move(control));
+  if (!down_.ok()) EndControl(id, down_);
 }
 
 void ReplicaSessions::Closed(const ControlStream* stream) {
@@ -261,7 +263,9 @@ void ReplicaSessions::Open(std::shared_ptr<WorkerStream> stream) {
   worker->id = next_id_++;
   worker_streams_[stream.get()] = worker->id;
   worker->stream = std::move(stream);
-  workers_.emplace(worker->id, std::move(worker));
+  const uint64_t id = worker->id;
+  workers_.emplace(id, std::move(worker));
+  if (!down_.ok()) EndWorker(id, down_);
 }
 
 void ReplicaSessions::Closed(const WorkerStream* stream) {
@@ -614,6 +618,7 @@ void ReplicaSessions::ForgiveSilence(absl::Time now) {
 }
 
 void ReplicaSessions::EndAll(const absl::Status& why) {
+  down_ = why;
   std::vector<uint64_t> controls, workers;
   for (const auto& entry : controls_) controls.push_back(entry.first);
   for (const auto& entry : workers_) workers.push_back(entry.first);

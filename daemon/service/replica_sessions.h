@@ -63,6 +63,7 @@ class ReplicaSessions {
   // ---- Time, and the end ----
   void CheckLeases(absl::Time now);
   void ForgiveSilence(absl::Time now);
+  // And whoever opens a stream later.
   void EndAll(const absl::Status& why);
 
  private:
@@ -114,6 +115,8 @@ class ReplicaSessions {
                           const v1::InstalledState* installed);
 
   const NodeContext& node_;
+  // Not OK: nobody new is let in.
+  absl::Status down_;
   CopyPlanCache plans_;
   uint64_t next_id_ = 1;
   std::map<uint64_t, std::unique_ptr<Control>> controls_;

@@ -36,6 +36,7 @@ TrainerSessions::Session* TrainerSessions::Find(uint64_t id) {
 
 absl::StatusOr<TrainerSessions::Session*> TrainerSessions::FindByName(const std::string& session) {
   auto it = by_name_.find(session);
+  if (!down_.ok()) return down_;
   Session* found = it == by_name_.end() ? nullptr : Find(it->second);
   if (found == nullptr || !found->accepted) return SessionUnknown();
   return found;
@@ -46,7 +47,9 @@ void TrainerSessions::Open(std::shared_ptr<Stream> stream) {
   session->id = next_id_++;
   by_stream_[stream.get()] = session->id;
   session->stream = std::move(stream);
-  sessions_.emplace(session->id, std::move(session));
+  const uint64_t id = session->id;
+  sessions_.emplace(id, std::move(session));
+  if (!down_.ok()) End(id, down_);
 }
 
 void TrainerSessions::Heard(const Stream* stream, const v1::TrainerHeartbeat& heartbeat) {
@@ -454,6 +457,7 @@ void TrainerSessions::ForgiveSilence(absl::Time now) {
 }
 
 void TrainerSessions::EndAll(const absl::Status& why) {
+  down_ = why;
   std::vector<uint64_t> ids;
   for (const auto& entry : sessions_) ids.push_back(entry.first);
   for (uint64_t id : ids) End(id, why);

@@ -61,6 +61,7 @@ class TrainerSessions {
   void CheckLeases(absl::Time now);
   // After this node stood still itself.
   void ForgiveSilence(absl::Time now);
+  // And whoever opens a stream later.
   void EndAll(const absl::Status& why);
 
   int64_t arena_bytes() const { return arena_bytes_; }
@@ -104,6 +105,8 @@ class TrainerSessions {
             std::shared_ptr<Answer<v1::PublishVersionResponse>> answer);
 
   const NodeContext& node_;
+  // Not OK: nobody new is let in.
+  absl::Status down_;
   uint64_t next_id_ = 1;
   std::map<uint64_t, std::unique_ptr<Session>> sessions_;
   absl::flat_hash_map<const Stream*, uint64_t> by_stream_;

@@ -53,7 +53,8 @@ Endpoint::Endpoint(EndpointOptions options, Fd listener, int port)
                                ? options_.bind_host
                                : options_.advertise_host,
                            port)),
-      listener_(std::move(listener)) {
+      listener_(std::move(listener)),
+      cluster_id_(options_.cluster_id) {
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -84,13 +85,24 @@ absl::StatusOr<std::unique_ptr<Group>> Endpoint::NewGroup(
                                   "' is named twice, or not at all"));
     }
   }
-  if (spec.cluster_id != options_.cluster_id) {
+  const std::string cluster_id = ClusterId();
+  if (spec.cluster_id != cluster_id) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
                      absl::StrCat("the group is of cluster ", spec.cluster_id,
-                                  ", this node of ", options_.cluster_id));
+                                  ", this node of ", cluster_id));
   }
   return std::unique_ptr<Group>(
       std::make_unique<TcpGroup>(this, std::move(spec), std::move(options)));
+}
+
+void Endpoint::SetClusterId(const std::string& cluster_id) {
+  absl::MutexLock lock(&mutex_);
+  cluster_id_ = cluster_id;
+}
+
+std::string Endpoint::ClusterId() {
+  absl::MutexLock lock(&mutex_);
+  return cluster_id_;
 }
 
 void Endpoint::RaiseTerm(uint64_t term) {
@@ -274,7 +286,7 @@ absl::Status Endpoint::CheckEpoch(const Hello& hello) {
 
 bool Endpoint::Match(Pending* pending, int64_t) {
   const Hello& hello = pending->hello;
-  if (hello.cluster_id != options_.cluster_id) {
+  if (hello.cluster_id != ClusterId()) {
     Refuse(pending,
            MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
                      "this node belongs to another cluster"));

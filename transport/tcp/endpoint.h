@@ -69,6 +69,9 @@ class Endpoint final : public GroupFactory {
   absl::StatusOr<std::unique_ptr<Group>> NewGroup(
       GroupSpec spec, GroupOptions options) override;
 
+  // Instead of EndpointOptions::cluster_id, for a node that learns it later.
+  // Before the first group.
+  void SetClusterId(const std::string& cluster_id);
   // Peers with a lower term are refused from now on.
   void RaiseTerm(uint64_t term);
 
@@ -104,6 +107,7 @@ class Endpoint final : public GroupFactory {
   bool Step(Pending* pending, bool readable, int64_t now);
   bool ReadHello(Pending* pending, bool* whole);
   bool Match(Pending* pending, int64_t now);
+  std::string ClusterId() ABSL_LOCKS_EXCLUDED(mutex_);
   void Refuse(Pending* pending, const absl::Status& why);
   absl::Status CheckEpoch(const Hello& hello)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -118,6 +122,7 @@ class Endpoint final : public GroupFactory {
 
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
   uint64_t term_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<Key, Registration> groups_ ABSL_GUARDED_BY(mutex_);
   // The newest epoch of groups that were here, the oldest forgotten first.
