@@ -214,7 +214,8 @@ absl::Status DaemonImpl::StartTransport() {
   memory_ = std::make_unique<transport::HostMemory>(copies_.get(), descriptors_.get(), memory);
 
   transport::tcp::EndpointOptions endpoint;
-  endpoint.cluster_id = cluster_id_;
+  // Where it is not known yet, the first group says it.
+  if (!options_.coordinator_address.empty()) endpoint.cluster_id = cluster_id_;
   endpoint.bind_host = options_.data_address;
   endpoint.first_port = options_.data_port_first;
   endpoint.last_port = options_.data_port_last;
@@ -257,7 +258,6 @@ absl::Status DaemonImpl::StartCoordinator() {
 }
 
 absl::Status DaemonImpl::Welcomed(const v1::Welcome& welcome) {
-  endpoint_->SetClusterId(welcome.cluster_id());
   endpoint_->RaiseTerm(welcome.term());
   if (coordinator_ != nullptr || welcome.cluster_id() == cluster_id_) return absl::OkStatus();
   cluster_id_ = welcome.cluster_id();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -138,57 +139,119 @@ void EstimateTransfer(absl::Span<const Flow> flows,
   cost->bound_by = fill > busiest.seconds() ? "latency" : busiest.name();
 }
 
-absl::StatusOr<CostEstimate> EstimateCost(
-    const UpdateLayout& layout, absl::Span<const Flow> flows,
-    absl::Span<const NodeLabels> nodes, const Rates& rates,
-    absl::Span<const int64_t> apply_bytes) {
+namespace {
+
+// Per node, the buckets that it sends without owning or having gathered them:
+// bytes that it has to snapshot from its own trainers.
+std::vector<int64_t> SnapshotBesides(const UpdateLayout& layout,
+                                     absl::Span<const Flow> flows,
+                                     size_t node_count) {
+  std::vector<int64_t> bytes(node_count, 0);
+  std::vector<std::vector<bool>> seen(node_count);
+  for (const Flow& flow : flows) {
+    std::vector<bool>& mine = seen[flow.source_node];
+    for (uint32_t b : flow.buckets) {
+      const Bucket& bucket = layout.bucket(b);
+      if (bucket.source_node == flow.source_node) continue;
+      if (mine.empty()) mine.assign(layout.bucket_count(), false);
+      if (!mine[b]) bytes[flow.source_node] += bucket.bytes;
+      mine[b] = true;
+    }
+  }
+  return bytes;
+}
+
+// The bytes that must leave each node and must enter each node, whatever the
+// routes, and those that its workers need in all.
+struct MustMove {
+  std::vector<double> leave;
+  std::vector<double> enter;
+  std::vector<int64_t> needed;
+};
+
+MustMove FindMustMove(const UpdateLayout& layout, size_t node_count) {
+  MustMove must;
+  must.leave.assign(node_count, 0);
+  must.enter.assign(node_count, 0);
+  must.needed.assign(node_count, 0);
+  const size_t class_count = layout.classes.size();
+  std::vector<int64_t> class_bytes(class_count, 0);
+  std::vector<std::vector<int64_t>> own(class_count);  // per class, per node
+  for (const Bucket& bucket : layout.table->buckets) {
+    class_bytes[bucket.need_class] += bucket.bytes;
+    std::vector<int64_t>& made = own[bucket.need_class];
+    if (made.empty()) made.assign(node_count, 0);
+    made[bucket.source_node] += bucket.bytes;
+  }
+  for (size_t c = 0; c < class_count; ++c) {
+    const std::vector<int32_t>& members = layout.classes[c];
+    if (class_bytes[c] == 0 || members.empty()) continue;
+    for (int32_t node : members) {
+      must.enter[node] += static_cast<double>(class_bytes[c] - own[c][node]);
+      must.needed[node] += class_bytes[c];
+    }
+    for (size_t n = 0; n < node_count; ++n) {
+      const bool alone =
+          members.size() == 1 && members[0] == static_cast<int32_t>(n);
+      if (!alone) must.leave[n] += static_cast<double>(own[c][n]);
+    }
+  }
+  // What has several holders could leave another one, but some one it must.
+  std::vector<double> shared(node_count, 0);
+  std::vector<bool> sends(node_count, false);
+  for (const SourceLoad& source : layout.table->sources) {
+    shared[source.node] +=
+        static_cast<double>(source.bytes - source.exclusive_bytes);
+    sends[source.node] = true;
+  }
+  const double all = std::accumulate(must.leave.begin(), must.leave.end(), 0.0);
+  const auto senders =
+      static_cast<double>(std::count(sends.begin(), sends.end(), true));
+  for (size_t n = 0; n < node_count; ++n) {
+    if (!sends[n]) continue;
+    must.leave[n] = std::max(must.leave[n] - shared[n], all / senders);
+  }
+  return must;
+}
+
+}  // namespace
+
+absl::StatusOr<CostEstimate> EstimateCost(const UpdateLayout& layout,
+                                          absl::Span<const Flow> flows,
+                                          absl::Span<const NodeLabels> nodes,
+                                          const Rates& rates,
+                                          absl::Span<const int64_t> apply_bytes,
+                                          absl::Span<const Flow> gather) {
   absl::Status ok = CheckRates(rates, nodes.size());
   if (!ok.ok()) return ok;
   CostEstimate cost;
   cost.nodes.resize(nodes.size());
   EstimateTransfer(flows, nodes, rates, &cost);
+  CostEstimate gathered;
+  gathered.nodes.resize(nodes.size());
+  EstimateTransfer(gather, nodes, rates, &gathered);
+  cost.gather_seconds = gathered.transfer_seconds;
+  cost.wire_bytes += gathered.wire_bytes;
 
-  // Bytes that each node needs and does not make itself, whoever sends them.
-  const auto class_count = static_cast<int32_t>(layout.classes.size());
-  std::vector<int64_t> class_bytes(class_count, 0);
-  std::vector<NodeCost>& node_costs = cost.nodes;
-  std::vector<std::vector<int64_t>> own;  // per class, per node, own bytes
-  own.assign(class_count, {});
+  std::vector<int64_t> besides(nodes.size(), 0);
+  if (gather.empty()) besides = SnapshotBesides(layout, flows, nodes.size());
   for (const Bucket& bucket : layout.table->buckets) {
-    class_bytes[bucket.need_class] += bucket.bytes;
-    node_costs[bucket.source_node].snapshot_bytes += bucket.bytes;
-    node_costs[bucket.source_node].staging_bytes += bucket.bytes;
-    std::vector<int64_t>& made = own[bucket.need_class];
-    if (made.empty()) made.assign(nodes.size(), 0);
-    made[bucket.source_node] += bucket.bytes;
+    cost.nodes[bucket.source_node].snapshot_bytes += bucket.bytes;
   }
-  std::vector<int64_t> must_leave(nodes.size(), 0);
-  std::vector<int64_t> must_enter(nodes.size(), 0);
-  std::vector<int64_t> needed(nodes.size(), 0);
-  for (int32_t c = 0; c < class_count; ++c) {
-    if (class_bytes[c] == 0) continue;
-    for (int32_t node : layout.classes[c]) {
-      must_enter[node] += class_bytes[c] - own[c][node];
-      needed[node] += class_bytes[c];
-    }
-    for (size_t n = 0; n < nodes.size(); ++n) {
-      const std::vector<int32_t>& members = layout.classes[c];
-      const bool alone =
-          members.empty() ||
-          (members.size() == 1 && members[0] == static_cast<int32_t>(n));
-      if (!alone) must_leave[n] += own[c][n];
-    }
-  }
+  const MustMove must = FindMustMove(layout, nodes.size());
   double snapshot = 0;
   double apply = 0;
   for (size_t n = 0; n < nodes.size(); ++n) {
-    NodeCost& node = node_costs[n];
-    node.staging_bytes += must_enter[n];
-    node.apply_bytes = apply_bytes.empty() ? needed[n] : apply_bytes[n];
+    NodeCost& node = cost.nodes[n];
+    node.snapshot_bytes += besides[n];
+    node.staging_bytes =
+        node.snapshot_bytes + node.in_bytes + gathered.nodes[n].in_bytes;
+    node.out_bytes += gathered.nodes[n].out_bytes;
+    node.in_bytes += gathered.nodes[n].in_bytes;
+    node.apply_bytes = apply_bytes.empty() ? must.needed[n] : apply_bytes[n];
     const double link = LinkOf(rates, static_cast<int32_t>(n));
     cost.lower_bound_seconds = std::max(
-        {cost.lower_bound_seconds, static_cast<double>(must_leave[n]) / link,
-         static_cast<double>(must_enter[n]) / link});
+        {cost.lower_bound_seconds, must.leave[n] / link, must.enter[n] / link});
     cost.staging_bytes_per_node =
         std::max(cost.staging_bytes_per_node, node.staging_bytes);
     snapshot = std::max(snapshot, static_cast<double>(node.snapshot_bytes));
@@ -198,7 +261,8 @@ absl::StatusOr<CostEstimate> EstimateCost(
   // Pause, commit, apply's own answer and resume are a round each.
   cost.pause_seconds = apply / CopyRate(rates) + 4 * rates.control_latency;
   cost.total_seconds = cost.snapshot_seconds + rates.control_latency +
-                       cost.transfer_seconds + cost.pause_seconds;
+                       cost.gather_seconds + cost.transfer_seconds +
+                       cost.pause_seconds;
   return cost;
 }
 

@@ -63,8 +63,9 @@ struct CostEstimate {
   double transfer_seconds = 0;
   double pause_seconds = 0;  // of a replica: pause, commit, apply, resume
   double total_seconds = 0;
-  // Largest of: bytes that must leave any sender, bytes that must enter any
-  // receiver, each over its link.
+  // Largest of: bytes that must leave any sender (what it alone holds, and its
+  // even share of all that must leave some sender), bytes that must enter any
+  // receiver; each over its link. No order of sending is faster.
   double lower_bound_seconds = 0;
   // What the transfer waits for: "link out of NODE", "link into NODE",
   // "uplink of rack R", "processors of HOST", "latency", or "nothing to move".
@@ -74,13 +75,17 @@ struct CostEstimate {
   std::vector<NodeCost> nodes;
 };
 
+// `gather`: flows that must end before `flows` begin (PAIRED and BROADCAST,
+// whose senders first collect what others hold); a bucket that a node sends
+// without owning it and without a gather is one that it snapshots itself.
 // `apply_bytes`: per node, what its workers copy in all; empty: what the node
 // stores, once. INVALID_RATE for a rate that is zero, negative or not finite
 // where it must be positive.
 absl::StatusOr<CostEstimate> EstimateCost(
     const UpdateLayout& layout, absl::Span<const Flow> flows,
     absl::Span<const NodeLabels> nodes, const Rates& rates,
-    absl::Span<const int64_t> apply_bytes = {});
+    absl::Span<const int64_t> apply_bytes = {},
+    absl::Span<const Flow> gather = {});
 
 // The transfer alone: fills out_bytes, in_bytes, wire_bytes, transfer_seconds
 // and bound_by of `cost`, whose `nodes` are as many as `nodes`.

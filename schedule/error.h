@@ -46,6 +46,7 @@ inline constexpr char kUnknownPolicy[] = "UNKNOWN_POLICY";
 inline constexpr char kTooFewTrainers[] = "TOO_FEW_TRAINERS";
 inline constexpr char kPortOverflow[] = "PORT_OVERFLOW";
 inline constexpr char kInvalidRate[] = "INVALID_RATE";
+inline constexpr char kPlanTooLarge[] = "PLAN_TOO_LARGE";
 inline constexpr char kInvalidLayout[] = "INVALID_LAYOUT";
 
 // A status with `reason` attached. REQUIRES: code is not kOk.

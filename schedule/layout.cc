@@ -238,6 +238,7 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
   table->bucket_bytes = bucket_bytes;
   table->class_groups = needs->classes();
   table->groups = groups.signature;
+  table->sources = partition.sources();
   table->pieces.reserve(cuts.size());
   Packer packer(catalog, bucket_bytes, table.get());
   size_t i = 0;

@@ -102,6 +102,15 @@ struct Bucket {
   uint32_t piece_count = 0;
 };
 
+// What one trainer rank sends.
+struct SourceLoad {
+  int32_t rank = 0;
+  int32_t node = 0;
+  int64_t bytes = 0;
+  // Of these, what no other rank holds.
+  int64_t exclusive_bytes = 0;
+};
+
 // The part of a layout that does not name nodes that need something. Shared
 // between layouts whose nodes need the same kinds of things (a replica joins or
 // leaves): only `classes` then differs.
@@ -112,6 +121,7 @@ struct BucketTable {
   std::vector<Bucket> buckets;
   std::vector<Piece> pieces;
   std::vector<uint32_t> piece_bucket;  // per piece
+  std::vector<SourceLoad> sources;
   // Pieces of a parameter: param_pieces[param_begin[o] .. param_begin[o + 1]).
   std::vector<uint32_t> param_begin;
   std::vector<uint32_t> param_pieces;
@@ -159,11 +169,7 @@ class SourcePartition {
     Box box;
     int32_t source = 0;  // index into sources()
   };
-  struct Source {
-    int32_t rank = 0;
-    int32_t node = 0;
-    int64_t bytes = 0;  // what this rank sends
-  };
+  using Source = SourceLoad;
 
   // INVALID_ARGUMENT, with the parameter's name first:
   //   UNKNOWN_ORDINAL     a shard of no parameter

@@ -151,6 +151,21 @@ TEST(NeedClassTest, WorkersOfOneNodeThatTileATensorDoNotCutIt) {
   EXPECT_THAT(layout->need_nodes(0), ElementsAre(1));
 }
 
+// The cache of need patterns once took a 4-d shape for a 1-d shape with a need.
+TEST(NeedClassTest, ShapesAndNeedsAreNotMixedUp) {
+  const Catalog catalog =
+      MakeCatalog({MakeParam("one", {9}), MakeParam("four", {9, 1, 2, 3})});
+  const SourceRank rank{0, 0, Everything(catalog)};
+  const WorkerNeed worker{0, 1, MakeBoxList({On(0, MakeBox({{2, 5}}))})};
+  auto layout = BuildLayout(catalog, {rank}, {worker}, 1 << 20);
+  ASSERT_TRUE(layout.ok());
+  for (uint32_t b = 0; b < layout->bucket_count(); ++b) {
+    for (const Piece& piece : layout->pieces(b)) {
+      if (piece.ordinal == 1) EXPECT_THAT(layout->need_nodes(b), IsEmpty());
+    }
+  }
+}
+
 TEST(SourceTest, ReplicatedSourcesShareTheLoad) {
   std::vector<Param> params;
   for (int i = 0; i < 7; ++i) {

@@ -210,8 +210,11 @@ absl::Span<const NeedMap::Cell> NeedMap::Cells(uint32_t ordinal) {
   const Param& param = catalog_->param(ordinal);
   const absl::Span<const Need> needs = absl::MakeConstSpan(
       needs_.data() + begin_[ordinal], begin_[ordinal + 1] - begin_[ordinal]);
-  std::vector<int64_t> key(param.shape.begin(), param.shape.end());
-  key.reserve(key.size() + needs.size() * (1 + 2 * param.shape.size()));
+  std::vector<int64_t> key;
+  key.reserve(1 + param.shape.size() +
+              needs.size() * (1 + 2 * param.shape.size()));
+  key.push_back(static_cast<int64_t>(param.shape.size()));
+  key.insert(key.end(), param.shape.begin(), param.shape.end());
   for (const Need& need : needs) {
     key.push_back(need.need_class);
     key.insert(key.end(), need.box->offset.begin(), need.box->offset.end());

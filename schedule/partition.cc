@@ -65,6 +65,7 @@ class PartitionBuilder {
   std::vector<size_t> entry_begin_;
   std::vector<Entry> entries_;
   std::vector<int64_t> load_;
+  std::vector<int64_t> exclusive_;
   std::vector<ReplicaSet> sets_;
   absl::flat_hash_map<std::vector<int32_t>, size_t> set_of_lists_;
   std::vector<Owned> owned_;
@@ -89,6 +90,7 @@ PartitionBuilder::Build() {
     ok = CheckParam(o, absl::MakeConstSpan(begin, end - begin));
     if (!ok.ok()) return ok;
   }
+  exclusive_ = load_;  // so far only what has a single holder
   ShareReplicas();
   return Finish();
 }
@@ -378,8 +380,8 @@ std::shared_ptr<const SourcePartition> PartitionBuilder::Finish() {
   auto partition = std::make_shared<SourcePartition>();
   partition->catalog_digest_ = catalog_.digest();
   for (size_t i = 0; i < input_.size(); ++i) {
-    partition->sources_.push_back(
-        SourcePartition::Source{input_[i].rank, input_[i].node, load_[i]});
+    partition->sources_.push_back(SourcePartition::Source{
+        input_[i].rank, input_[i].node, load_[i], exclusive_[i]});
   }
   std::vector<size_t>& begin = partition->begin_;
   begin.assign(catalog_.size() + 1, 0);

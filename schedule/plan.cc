@@ -21,17 +21,23 @@ absl::StatusOr<UpdatePlan> PlanUpdate(UpdateLayout layout,
   plan.cost = *std::move(cost);
   StableHash hash;
   hash.Add(layout.digest);
-  hash.Add(static_cast<uint64_t>(plan.flows.size()));
-  for (const Flow& flow : plan.flows) {
+  hash.Add(FlowsDigest(plan.flows));
+  plan.digest = hash.Finish();
+  plan.layout = std::move(layout);
+  return plan;
+}
+
+uint64_t FlowsDigest(absl::Span<const Flow> flows) {
+  StableHash hash;
+  hash.Add(static_cast<uint64_t>(flows.size()));
+  for (const Flow& flow : flows) {
     hash.Add(flow.source_node);
     hash.Add(flow.need_class);
     hash.Add(flow.bytes);
     hash.Add(static_cast<uint64_t>(flow.chain.size()));
     for (int32_t node : flow.chain) hash.Add(node);
   }
-  plan.digest = hash.Finish();
-  plan.layout = std::move(layout);
-  return plan;
+  return hash.Finish();
 }
 
 }  // namespace schedule

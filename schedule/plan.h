@@ -36,6 +36,9 @@ absl::StatusOr<UpdatePlan> PlanUpdate(UpdateLayout layout,
                                       absl::Span<const NodeLabels> nodes,
                                       const PlanOptions& options = {});
 
+// Of the flows' sources, classes, bytes and chains, in order.
+uint64_t FlowsDigest(absl::Span<const Flow> flows);
+
 }  // namespace schedule
 }  // namespace weightsync
 

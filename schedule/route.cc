@@ -19,8 +19,8 @@ void Rotate(std::vector<T>* items, int turn) {
               items->end());
 }
 
-// Gives every flow the first wave in which its links are free: the longest
-// first, for the short ones fit in anywhere.
+}  // namespace
+
 void AssignWaves(size_t node_count, std::vector<Flow>* flows) {
   std::vector<size_t> order(flows->size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -58,8 +58,6 @@ void AssignWaves(size_t node_count, std::vector<Flow>* flows) {
     }
   }
 }
-
-}  // namespace
 
 std::vector<int32_t> ChainOrder(absl::Span<const NodeLabels> nodes,
                                 int32_t source,

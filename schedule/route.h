@@ -71,6 +71,10 @@ std::vector<int32_t> ChainOrder(absl::Span<const NodeLabels> nodes,
                                 int32_t source,
                                 absl::Span<const int32_t> receivers, int turn);
 
+// Sets Flow::wave: longest flows first, each in the first wave whose links it
+// finds free.
+void AssignWaves(size_t node_count, std::vector<Flow>* flows);
+
 }  // namespace schedule
 }  // namespace weightsync
 

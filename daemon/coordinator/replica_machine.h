@@ -182,7 +182,7 @@ struct ReplicaAction {
     kSendApply,   // `worker`, `update`
     kSendResume,  // `update`: what is installed (0: its own), `weights_changed`
     // News.
-    kComplete,   // everybody is there
+    kComplete,   // everybody is there; nothing is sent before the next event
     kLeft,       // somebody is missing: `fault`
     kPausedNow,  // also in answer to kHold when it was paused already
     kPauseFailed,

@@ -62,7 +62,7 @@ class Stepper {
       : config_(config), now_(now), s_(*state) {}
 
   std::vector<UpdateAction> Run(const UpdateEvent& event) {
-    if (s_.Ended()) return {};
+    if (s_.Ended() || !Known(event)) return {};
     Take(event);
     while (Advance()) {
     }
@@ -75,6 +75,19 @@ class Stepper {
            s_.phase == UpdatePhase::kMoving;
   }
   bool BeforeCommit() const { return s_.phase < UpdatePhase::kApplying; }
+
+  // A recovered update has replicas alone.
+  bool Known(const UpdateEvent& event) const {
+    return (event.kind < UpdateEvent::kRankArrived ||
+            event.kind > UpdateEvent::kRankLost ||
+            event.rank < static_cast<int>(s_.ranks.size())) &&
+           (event.kind < UpdateEvent::kNodePrepared ||
+            event.kind > UpdateEvent::kNodeBack ||
+            event.node < static_cast<int>(s_.nodes.size())) &&
+           (event.kind < UpdateEvent::kReplicaPaused ||
+            event.kind > UpdateEvent::kReplicaBack ||
+            event.replica < static_cast<int>(s_.replicas.size()));
+  }
 
   // ---- What each event says ----
 
@@ -225,8 +238,13 @@ class Stepper {
         }
         return;
       case UpdateEvent::kReplicaBack:
-        if (s_.phase == UpdatePhase::kApplying &&
-            replica.stage == UpdateReplica::kAwaited) {
+        if (s_.phase != UpdatePhase::kApplying ||
+            replica.stage != UpdateReplica::kAwaited) {
+          return;
+        }
+        if (event.installed) {
+          replica.stage = UpdateReplica::kResumed;
+        } else {
           Hold(event.replica);
         }
         return;

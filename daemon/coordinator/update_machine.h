@@ -158,7 +158,9 @@ struct UpdateEvent {
     // It generates again, cannot be made to, or is held by others too (`fault`).
     kReplicaResumed,
     kReplicaLeft,
-    kReplicaBack,  // recovery: a participant of the committed update is here
+    // Recovery: a participant of the committed update is here. `installed`: it
+    // has it already.
+    kReplicaBack,
     kCancel,       // `fault`
   };
   Kind kind = kTick;
@@ -169,6 +171,7 @@ struct UpdateEvent {
   int64_t bytes = 0;
   int from = -1;
   int to = -1;
+  bool installed = false;
   Fault fault;
 };
 

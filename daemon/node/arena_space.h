@@ -18,7 +18,8 @@ namespace daemon {
 // First-fit extents and generation slots of one arena. Not thread-safe.
 class ArenaSpace {
  public:
-  // Extents begin and end at multiples of this: no two updates share a cache line.
+  // Extents begin and end at multiples of this: no two updates share a cache
+  // line.
   static constexpr int64_t kAlignment = 256;
   // An update takes one slot of an arena, so this many updates fit into one.
   static constexpr int kGenerationSlots = 256;

@@ -77,8 +77,7 @@ transport::Digest BucketDigestMap::Of(int64_t offset,
     const int64_t volume = it->box.Volume();
     const int64_t begin =
         std::max(int64_t{0}, offset - it->offset) / element_bytes;
-    const int64_t end =
-        std::min(volume, (limit - it->offset) / element_bytes);
+    const int64_t end = std::min(volume, (limit - it->offset) / element_bytes);
     if (begin >= end) continue;
     AddPiece(*it, param, begin, end,
              bytes.data() + (it->offset + begin * element_bytes - offset),

@@ -14,9 +14,9 @@
 namespace weightsync {
 namespace daemon {
 
-// Finds the runs of a stretch in the boxes of the pieces when it is asked. A list
-// of them could take more memory than the daemon may: a tensor that is cut along
-// its last dimension has one for each row.
+// Finds the runs of a stretch in the boxes of the pieces when it is asked. A
+// list of them could take more memory than the daemon may: a tensor that is cut
+// along its last dimension has one for each row.
 class BucketDigestMap final : public transport::DigestMap {
  public:
   // REQUIRES: 0 <= bucket < layout->bucket_count().

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "schedule/error.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -38,13 +40,12 @@ absl::StatusOr<schedule::Box> BoxFromProto(bool has_box, const v1::Box& box,
   if (result.offset.size() != shape.size() ||
       result.extent.size() != shape.size() ||
       !schedule::InsideShape(result, shape)) {
-    return Invalid("BOX_OUT_OF_RANGE", parameter,
-                   absl::StrCat("a box with offset ",
-                                schedule::DimsString(result.offset),
-                                " and extent ",
-                                schedule::DimsString(result.extent),
-                                " does not lie inside shape ",
-                                schedule::DimsString(shape)));
+    return Invalid(
+        "BOX_OUT_OF_RANGE", parameter,
+        absl::StrCat("a box with offset ", schedule::DimsString(result.offset),
+                     " and extent ", schedule::DimsString(result.extent),
+                     " does not lie inside shape ",
+                     schedule::DimsString(shape)));
   }
   return result;
 }
@@ -104,6 +105,17 @@ schedule::Param ParamFromProto(const v1::Parameter& parameter) {
   param.shape.assign(parameter.shape().begin(), parameter.shape().end());
   param.component = parameter.component();
   return param;
+}
+
+absl::Status CheckParameter(const v1::Parameter& parameter) {
+  auto catalog = schedule::Catalog::Create({ParamFromProto(parameter)});
+  if (catalog.ok()) return absl::OkStatus();
+  const std::string reason = schedule::ReasonOf(catalog.status());
+  absl::string_view ours = "SHAPE_INVALID";
+  if (reason == schedule::kUnknownDType) ours = "DTYPE_UNKNOWN";
+  if (parameter.name().empty()) ours = "NAME_INVALID";
+  return transport::MakeError(absl::StatusCode::kInvalidArgument, ours,
+                              catalog.status().message());
 }
 
 void ToProto(const transport::Digest& digest, v1::Digest* out) {

@@ -36,11 +36,11 @@ absl::StatusOr<v1::CopyPlan> MakeCopyPlan(const NodeLayout& layout,
     if (!std::equal(tensor.shape().begin(), tensor.shape().end(),
                     param.shape.begin(), param.shape.end())) {
       schedule::Dims shape(tensor.shape().begin(), tensor.shape().end());
-      return MakeError(absl::StatusCode::kFailedPrecondition, "SHAPE_MISMATCH",
-                       absl::StrCat(tensor.name(), ": the worker says shape ",
-                                    schedule::DimsString(shape),
-                                    ", the trainers ",
-                                    schedule::DimsString(param.shape)));
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, "SHAPE_MISMATCH",
+          absl::StrCat(tensor.name(), ": the worker says shape ",
+                       schedule::DimsString(shape), ", the trainers ",
+                       schedule::DimsString(param.shape)));
     }
     auto box =
         BoxFromProto(tensor.has_box(), tensor.box(), param.shape, param.name);

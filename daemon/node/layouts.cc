@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "daemon/node/convert.h"
+#include "schedule/stable_hash.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -78,7 +79,9 @@ int64_t NodeLayout::LocalBytes() const {
   return bytes;
 }
 
-std::string LayoutId(uint64_t digest) { return absl::StrFormat("%016x", digest); }
+std::string LayoutId(uint64_t digest) {
+  return absl::StrFormat("%016x", digest);
+}
 
 absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
                                              absl::string_view node) {
@@ -133,7 +136,14 @@ absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
                                     define.bucket_bytes());
   if (!plan.ok()) return plan.status();
   layout.plan = *std::move(plan);
-  layout.id = LayoutId(layout.plan.digest);
+  // The plan knows nodes by index alone, and does not know the model.
+  schedule::StableHash hash;
+  hash.Add(layout.plan.digest);
+  hash.Add(absl::string_view(layout.model));
+  hash.Add(static_cast<uint64_t>(layout.nodes.size()));
+  for (const std::string& name : layout.nodes)
+    hash.Add(absl::string_view(name));
+  layout.id = LayoutId(hash.Finish());
   for (int32_t b = 0; layout.node >= 0 && b < layout.bucket_count(); ++b) {
     const std::vector<int32_t>& nodes = layout.plan.need_nodes(b);
     if (std::binary_search(nodes.begin(), nodes.end(), layout.node)) {

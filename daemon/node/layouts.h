@@ -54,13 +54,14 @@ struct NodeLayout {
   int64_t LocalBytes() const;
 };
 
-// How a layout's digest is written as its id: 16 hexadecimal digits.
+// How a digest of the plan, the model and the node names is written as the
+// layout's id: 16 hexadecimal digits.
 std::string LayoutId(uint64_t digest);
 
 // The catalog, sources, needs and options that a DefineLayout states, in the
 // form that schedule/ takes, made into the layout; `id` is the computed one.
-// INVALID_ARGUMENT with schedule's reasons, or LAYOUT_INVALID for an index out of
-// range.
+// INVALID_ARGUMENT with schedule's reasons, or LAYOUT_INVALID for an index out
+// of range.
 absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
                                              absl::string_view node);
 
@@ -90,7 +91,8 @@ class LayoutBook {
   absl::flat_hash_map<std::string, std::weak_ptr<const NodeLayout>> by_id_
       ABSL_GUARDED_BY(mutex_);
   // By model, newest last.
-  absl::flat_hash_map<std::string, std::deque<std::shared_ptr<const NodeLayout>>>
+  absl::flat_hash_map<std::string,
+                      std::deque<std::shared_ptr<const NodeLayout>>>
       recent_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/node/convert.h"
-#include "daemon/node/update_run.h"
+#include "daemon/node/node_update.h"
 #include "glog/logging.h"
 #include "proto/status.h"
 #include "transport/error.h"
@@ -46,16 +46,16 @@ void Mover::SetClusterId(const std::string& cluster_id) {
 
 // ---- Runs ----
 
-std::shared_ptr<UpdateRun> Mover::Find(const std::string& update_id) {
+std::shared_ptr<NodeUpdate> Mover::Find(const std::string& update_id) {
   absl::MutexLock lock(&mutex_);
   auto it = runs_.find(update_id);
   return it == runs_.end() ? nullptr : it->second;
 }
 
-std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
-                                             int64_t version,
-                                             const std::string& layout_id,
-                                             absl::Status* status) {
+std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
+                                              int64_t version,
+                                              const std::string& layout_id,
+                                              absl::Status* status) {
   absl::MutexLock lock(&mutex_);
   if (shut_down_) {
     *status = MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
@@ -65,11 +65,10 @@ std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
   auto it = runs_.find(update_id);
   if (it != runs_.end() && !it->second->finished()) {
     if (it->second->layout()->id == layout_id) return it->second;
-    *status = MakeError(absl::StatusCode::kFailedPrecondition,
-                        "UPDATE_LAYOUT_MISMATCH",
-                        absl::StrCat("update ", update_id, " has layout ",
-                                     it->second->layout()->id, ", not ",
-                                     layout_id));
+    *status = MakeError(
+        absl::StatusCode::kFailedPrecondition, "UPDATE_LAYOUT_MISMATCH",
+        absl::StrCat("update ", update_id, " has layout ",
+                     it->second->layout()->id, ", not ", layout_id));
     return nullptr;
   }
   for (const auto& ended : ended_) {
@@ -82,7 +81,7 @@ std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
     *status = layout.status();
     return nullptr;
   }
-  UpdateRun::Context context;
+  NodeUpdate::Context context;
   context.node = options_.node;
   context.cluster_id = cluster_id_;
   context.report = options_.report;
@@ -93,11 +92,11 @@ std::shared_ptr<UpdateRun> Mover::FindOrMake(const std::string& update_id,
   context.store = store_;
   context.memory = memory_;
   context.groups = groups_;
-  std::shared_ptr<UpdateRun>& run = runs_[update_id];
+  std::shared_ptr<NodeUpdate>& run = runs_[update_id];
   // A dry run that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));
-  run = std::make_shared<UpdateRun>(std::move(context), update_id, version,
-                                    *std::move(layout));
+  run = std::make_shared<NodeUpdate>(std::move(context), update_id, version,
+                                     *std::move(layout));
   return run;
 }
 
@@ -106,7 +105,7 @@ void Mover::Remember(const std::string& update_id, const absl::Status& why) {
   if (ended_.size() > kRememberedUpdates) ended_.pop_front();
 }
 
-void Mover::EndRun(std::shared_ptr<UpdateRun> run, bool committed,
+void Mover::EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
                    const absl::Status& why) {
   {
     absl::MutexLock lock(&mutex_);
@@ -120,11 +119,11 @@ void Mover::EndRun(std::shared_ptr<UpdateRun> run, bool committed,
 }
 
 void Mover::Reap() {
-  std::vector<std::shared_ptr<UpdateRun>> done;
+  std::vector<std::shared_ptr<NodeUpdate>> done;
   absl::MutexLock lock(&mutex_);
   auto first_done = std::stable_partition(
       ending_.begin(), ending_.end(),
-      [](const std::shared_ptr<UpdateRun>& run) { return !run->finished(); });
+      [](const std::shared_ptr<NodeUpdate>& run) { return !run->finished(); });
   std::move(first_done, ending_.end(), std::back_inserter(done));
   ending_.erase(first_done, ending_.end());
 }
@@ -150,12 +149,12 @@ void Mover::PrepareUpdate(const v1::PrepareUpdate& command) {
     absl::MutexLock lock(&mutex_);
     transport::Epoch& newest = newest_epochs_[command.model()];
     if (epoch < newest) {
-      status = MakeError(absl::StatusCode::kFailedPrecondition, "STALE_EPOCH",
-                         absl::StrCat("node ", options_.node,
-                                      " has seen epoch ", newest.term, ".",
-                                      newest.counter, " of ", command.model(),
-                                      ", which is newer than ", epoch.term,
-                                      ".", epoch.counter));
+      status =
+          MakeError(absl::StatusCode::kFailedPrecondition, "STALE_EPOCH",
+                    absl::StrCat("node ", options_.node, " has seen epoch ",
+                                 newest.term, ".", newest.counter, " of ",
+                                 command.model(), ", which is newer than ",
+                                 epoch.term, ".", epoch.counter));
     } else {
       newest = epoch;
     }
@@ -218,8 +217,8 @@ void Mover::EndUpdate(const v1::EndUpdate& command) {
 
 absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
   absl::Status status;
-  auto run = FindOrMake(source.update_id, source.version, source.layout_id,
-                        &status);
+  auto run =
+      FindOrMake(source.update_id, source.version, source.layout_id, &status);
   absl::StatusOr<SnapshotResult> result = [&] {
     using Result = absl::StatusOr<SnapshotResult>;
     if (run == nullptr) {
@@ -229,8 +228,7 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
       }
       return Result(status);
     }
-    auto shards =
-        ResolveShards(*run->layout(), source.regions, source.shards);
+    auto shards = ResolveShards(*run->layout(), source.regions, source.shards);
     if (!shards.ok()) return Result(shards.status());
     Result taken = run->Snapshot(source.rank, *shards, source.cancel.get());
     if (taken.ok()) return taken;
@@ -265,7 +263,7 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
 }
 
 void Mover::AbandonUpdates(const absl::Status& why) {
-  std::vector<std::shared_ptr<UpdateRun>> runs;
+  std::vector<std::shared_ptr<NodeUpdate>> runs;
   {
     absl::MutexLock lock(&mutex_);
     for (const auto& run : runs_) {
@@ -279,7 +277,7 @@ void Mover::Shutdown() {
   const absl::Status why =
       MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
                 absl::StrCat("node ", options_.node, " is shutting down"));
-  std::vector<std::shared_ptr<UpdateRun>> runs;
+  std::vector<std::shared_ptr<NodeUpdate>> runs;
   {
     absl::MutexLock lock(&mutex_);
     shut_down_ = true;

@@ -7,11 +7,12 @@
 //   PrepareUpdate  -> UpdatePrepared, with the failure if there is one
 //   MoveUpdate     -> UpdateProgress while bytes come in, at most 5 a second
 //   UpdateManifest -> (compared as soon as everything is there)
-//                  -> UpdateVerified: every bucket that this node needs or is the
+//                  -> UpdateVerified: every bucket that this node needs or is
+//                  the
 //                     source of is complete and agrees with the manifest; or
 //                     with a failure and the edge, when a group fails. A node
-//                     reports the failure of an edge even after it has verified:
-//                     somebody behind it may lack bytes.
+//                     reports the failure of an edge even after it has
+//                     verified: somebody behind it may lack bytes.
 //   EndUpdate      -> groups are left; the store keeps or drops the bytes
 // A rank's tensors come in through SnapshotRank, which may be called before,
 // while or after the update is prepared (it is reported as RankSnapshotted).
@@ -47,7 +48,7 @@
 namespace weightsync {
 namespace daemon {
 
-class UpdateRun;
+class NodeUpdate;
 
 // What a rank gives to SnapshotRank.
 struct RankSource {
@@ -99,34 +100,34 @@ class Mover {
   void EndUpdate(const v1::EndUpdate& command);
 
   // Reserves the rank's buckets and copies the tensors into them, on the
-  // caller's thread and those of the memory. Returns when the rank may change its
-  // tensors. Reports RankSnapshotted, with the failure on an error (which is
-  // also returned):
+  // caller's thread and those of the memory. Returns when the rank may change
+  // its tensors. Reports RankSnapshotted, with the failure on an error (which
+  // is also returned):
   //   those of ResolveShards, TakeSnapshot and Store::Reserve; NOT_FOUND
   //   (LAYOUT_UNKNOWN); ABORTED with the update's own reason when it was ended
   //   meanwhile.
   absl::StatusOr<SnapshotResult> SnapshotRank(const RankSource& source);
 
   // The coordinator is lost: every update that is not whole here is given up,
-  // with `why`; those that are whole stay in the store, INCOMING, until EndUpdate
-  // says what became of them.
+  // with `why`; those that are whole stay in the store, INCOMING, until
+  // EndUpdate says what became of them.
   void AbandonUpdates(const absl::Status& why);
 
   // Ends every update with UNAVAILABLE (SHUTTING_DOWN), in bounded time: at
-  // return no thread of the mover runs and no landing is touched. Later commands
-  // are ignored.
+  // return no thread of the mover runs and no landing is touched. Later
+  // commands are ignored.
   void Shutdown();
 
  private:
   // The run of an update, made when there is none. Null, with *status, when the
   // update has ended, the layout is unknown or the mover is shut down.
-  std::shared_ptr<UpdateRun> FindOrMake(const std::string& update_id,
-                                        int64_t version,
-                                        const std::string& layout_id,
-                                        absl::Status* status);
-  std::shared_ptr<UpdateRun> Find(const std::string& update_id);
+  std::shared_ptr<NodeUpdate> FindOrMake(const std::string& update_id,
+                                         int64_t version,
+                                         const std::string& layout_id,
+                                         absl::Status* status);
+  std::shared_ptr<NodeUpdate> Find(const std::string& update_id);
   // Takes the run out and has it end.
-  void EndRun(std::shared_ptr<UpdateRun> run, bool committed,
+  void EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
               const absl::Status& why);
   // Remembers why an update ended, for ranks that come late.
   void Remember(const std::string& update_id, const absl::Status& why)
@@ -146,10 +147,10 @@ class Mover {
   absl::Mutex mutex_;
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
   std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<std::string, std::shared_ptr<UpdateRun>> runs_
+  absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
       ABSL_GUARDED_BY(mutex_);
   // Told to end, and not done yet.
-  std::vector<std::shared_ptr<UpdateRun>> ending_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<NodeUpdate>> ending_ ABSL_GUARDED_BY(mutex_);
   // Newest last.
   std::deque<std::pair<std::string, absl::Status>> ended_
       ABSL_GUARDED_BY(mutex_);

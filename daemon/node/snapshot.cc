@@ -17,8 +17,7 @@ namespace {
 
 using transport::Landing;
 using transport::MakeError;
-using ShardsOf =
-    absl::flat_hash_map<uint32_t, std::vector<const SourceShard*>>;
+using ShardsOf = absl::flat_hash_map<uint32_t, std::vector<const SourceShard*>>;
 
 // Checks one shard against its region; fills all of *out but the ordinal.
 absl::Status Resolve(const schedule::Param& param,
@@ -218,12 +217,10 @@ absl::Status CheckShardMemory(
     const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards) {
   for (const v1::TensorShard& shard : shards) {
-    const schedule::Param param = ParamFromProto(shard.parameter());
-    // Names, types and shapes are judged as the catalog judges them.
-    auto catalog = schedule::Catalog::Create({param});
-    if (!catalog.ok()) return catalog.status();
+    absl::Status status = CheckParameter(shard.parameter());
+    if (!status.ok()) return status;
     SourceShard out;
-    absl::Status status = Resolve(param, regions, shard, &out);
+    status = Resolve(ParamFromProto(shard.parameter()), regions, shard, &out);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();

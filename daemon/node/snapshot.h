@@ -49,14 +49,15 @@ struct SourceRegion {
 // What a rank registered, in the form that the snapshot reads. Shards of
 // parameters that `layout` does not have are an error: the layout was made for
 // another catalog.
-//   INVALID_ARGUMENT: MEMORY_OUT_OF_RANGE (some element lies outside its region),
-//   BOX_OUT_OF_RANGE, STRIDES_INVALID (elements of one box overlap, or a negative
-//   stride); FAILED_PRECONDITION: CATALOG_MISMATCH. Each names the parameter.
+//   INVALID_ARGUMENT: MEMORY_OUT_OF_RANGE (some element lies outside its
+//   region), BOX_OUT_OF_RANGE, STRIDES_INVALID (elements of one box overlap, or
+//   a negative stride); FAILED_PRECONDITION: CATALOG_MISMATCH. Each names the
+//   parameter.
 absl::StatusOr<std::vector<SourceShard>> ResolveShards(
     const NodeLayout& layout, const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);
 
-// The same checks without a layout, for RegisterShards.
+// The same checks without a layout, and CheckParameter, for RegisterShards.
 absl::Status CheckShardMemory(
     const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);
@@ -86,11 +87,12 @@ struct SnapshotResult {
 
 // Fills the landings of all buckets of `rank` (one for each, in the order of
 // layout.RankBuckets(rank)). Blocks; the copies run on the threads of `memory`,
-// which other snapshots share. `cancels` are looked at before every bucket. On an
-// error all landings that are not complete Fail with it.
-//   The status of the flag that was cancelled; DATA_LOSS (SOURCE_MEMORY_LOST) when
-//   the memory vanished under the copy; FAILED_PRECONDITION (SHARD_NOT_HELD) when
-//   the shards do not have what the layout expects of the rank.
+// which other snapshots share. `cancels` are looked at before every bucket. On
+// an error all landings that are not complete Fail with it.
+//   The status of the flag that was cancelled; DATA_LOSS (SOURCE_MEMORY_LOST)
+//   when the memory vanished under the copy; FAILED_PRECONDITION
+//   (SHARD_NOT_HELD) when the shards do not have what the layout expects of the
+//   rank.
 absl::StatusOr<SnapshotResult> TakeSnapshot(
     const NodeLayout& layout, int32_t rank,
     const std::vector<SourceShard>& shards,

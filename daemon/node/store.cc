@@ -24,19 +24,20 @@ absl::Status NoStoreRoom(absl::string_view sentence) {
 }
 
 absl::Status UpdateUnknown(const std::string& update_id) {
-  return MakeError(absl::StatusCode::kNotFound, "UPDATE_UNKNOWN",
-                   absl::StrCat("the store has no update ", update_id,
-                                "; it never came here, was given up or evicted"));
+  return MakeError(
+      absl::StatusCode::kNotFound, "UPDATE_UNKNOWN",
+      absl::StrCat("the store has no update ", update_id,
+                   "; it never came here, was given up or evicted"));
 }
 
 absl::Status UpdateIncomplete(const std::string& update_id) {
-  return MakeError(absl::StatusCode::kFailedPrecondition, "UPDATE_INCOMPLETE",
-                   absl::StrCat("update ", update_id,
-                                " is not whole in this node's store"));
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, "UPDATE_INCOMPLETE",
+      absl::StrCat("update ", update_id, " is not whole in this node's store"));
 }
 
-// Room for the rounding of buckets and pieces, which those who count tensor bytes
-// leave out.
+// Room for the rounding of buckets and pieces, which those who count tensor
+// bytes leave out.
 int64_t Slack(int64_t bytes) { return bytes / 256 + (int64_t{256} << 10); }
 
 }  // namespace
@@ -124,25 +125,25 @@ absl::Status Store::ReserveForLocked(const std::string& model,
   if (update_bytes > before) {
     const int64_t others = PromisedBytes(kLeastCopies) - kLeastCopies * before;
     if (update_bytes > (options_.budget_bytes - others) / kLeastCopies) {
-      return NoStoreRoom(absl::StrCat(
-          "one update of ", model, " takes ", update_bytes,
-          " bytes on this node, and two must fit into the store; its budget is ",
-          options_.budget_bytes, " bytes, of which ", others,
-          " are promised to other models; raise --store_budget_bytes to at least ",
-          others + kLeastCopies * update_bytes));
+      return NoStoreRoom(
+          absl::StrCat("one update of ", model, " takes ", update_bytes,
+                       " bytes on this node, and two must fit into the store; "
+                       "its budget is ",
+                       options_.budget_bytes, " bytes, of which ", others,
+                       " are promised to other models; raise "
+                       "--store_budget_bytes to at least ",
+                       others + kLeastCopies * update_bytes));
     }
     update_bytes_[model] = update_bytes;
   }
 
   const int copies = std::max(kLeastCopies, options_.keep_updates);
   while (true) {
-    const int64_t goal =
-        std::min(PromisedBytes(copies), options_.budget_bytes);
+    const int64_t goal = std::min(PromisedBytes(copies), options_.budget_bytes);
     if (reserved_bytes_ >= goal) return absl::OkStatus();
     if (growing_) {
-      auto grown = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-        return !growing_;
-      };
+      auto grown = [this]()
+                       ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !growing_; };
       mutex_.Await(absl::Condition(&grown));
       continue;
     }
@@ -290,9 +291,9 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
         BucketRoom room;
         room.bucket = bucket;
         if (extent.bytes > 0) {
-          room.data = absl::MakeSpan(
-              extent.arena->segment()->data() + extent.offset,
-              static_cast<size_t>(extent.bytes));
+          room.data =
+              absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
+                             static_cast<size_t>(extent.bytes));
         }
         rooms.push_back(room);
       }
@@ -314,9 +315,8 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
     }
     if (growing_) {
       // Perhaps for us.
-      auto grown = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-        return !growing_;
-      };
+      auto grown = [this]()
+                       ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !growing_; };
       mutex_.Await(absl::Condition(&grown));
       continue;
     }
@@ -325,10 +325,9 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       continue;
     }
     if (reserved_bytes_ + lacking > options_.budget_bytes) {
-      // Enough bytes, in pieces too small: empty arenas make room for one of the
-      // right size.
-      DropFreeArenas(
-          std::max(int64_t{0}, options_.budget_bytes - lacking));
+      // Enough bytes, in pieces too small: empty arenas make room for one of
+      // the right size.
+      DropFreeArenas(std::max(int64_t{0}, options_.budget_bytes - lacking));
     }
     if (reserved_bytes_ + lacking > options_.budget_bytes) {
       return NoStoreRoom(absl::StrCat(
@@ -573,7 +572,8 @@ void Store::FreeEntry(const std::string& update_id) {
   }
   for (const auto& bucket : it->second.buckets) {
     const Extent& extent = bucket.second;
-    if (extent.arena != nullptr) extent.arena->Free(extent.offset, extent.bytes);
+    if (extent.arena != nullptr)
+      extent.arena->Free(extent.offset, extent.bytes);
   }
   const bool forgotten = update_bytes_.count(it->second.layout->model) == 0;
   entries_.erase(it);
@@ -596,10 +596,10 @@ std::string Store::PinnedNames() const {
   for (const auto& item : entries_) {
     const Entry& entry = item.second;
     if (Evictable(entry) || entry.buckets.empty()) continue;
-    const char* why = entry.dropped                              ? "ended, in use"
+    const char* why = entry.dropped ? "ended, in use"
                       : entry.state != Entry::State::kCommitted ? "incoming"
-                      : entry.pins > 0                           ? "in use"
-                                                                 : "newest";
+                      : entry.pins > 0                          ? "in use"
+                                                                : "newest";
     names.push_back(absl::StrCat(entry.layout->model, " update ",
                                  entry.update_id, ", ", why, ", ",
                                  entry.bytes()));
@@ -616,9 +616,8 @@ std::vector<v1::HeldUpdate> Store::HeldUpdates() const {
       whole.push_back(&entry.second);
     }
   }
-  std::sort(whole.begin(), whole.end(), [](const Entry* a, const Entry* b) {
-    return a->order > b->order;
-  });
+  std::sort(whole.begin(), whole.end(),
+            [](const Entry* a, const Entry* b) { return a->order > b->order; });
   std::vector<v1::HeldUpdate> held;
   held.reserve(whole.size());
   for (const Entry* entry : whole) {

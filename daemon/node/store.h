@@ -12,7 +12,8 @@
 //   Commit         it is the model's newest; the one before may be evicted
 //   Drop / evicted its extents are free; their generation is bumped before
 //                  anybody else may write there, so that a late reader notices
-//                  (all extents of an update in one arena share a generation slot)
+//                  (all extents of an update in one arena share a generation
+//                  slot)
 //
 // Room is made by evicting, oldest first, committed updates that are not
 // pinned. Pinned are: INCOMING updates, the newest committed update of each
@@ -68,8 +69,8 @@ class StorePin {
   std::string update_id_;
 };
 
-// Where the buckets of an update lie, for one apply. Offsets count from the first
-// usable byte of the arena (Segment::data()).
+// Where the buckets of an update lie, for one apply. Offsets count from the
+// first usable byte of the arena (Segment::data()).
 struct LocatedUpdate {
   std::shared_ptr<const NodeLayout> layout;
   std::vector<v1::BucketLocation> buckets;
@@ -98,8 +99,8 @@ class Store {
   class Observer {
    public:
     virtual ~Observer() = default;
-    // Offer it to the workers (Memory::Export, read-only) before an update names
-    // it.
+    // Offer it to the workers (Memory::Export, read-only) before an update
+    // names it.
     virtual void OnArenaAdded(const std::string& arena_id) = 0;
     // It is unmapped here; workers shall unmap it too.
     virtual void OnArenaDropped(const std::string& arena_id) = 0;
@@ -117,14 +118,15 @@ class Store {
 
   // ---- Room, ahead of time ----
 
-  // Says that one update of `model` takes up to `update_bytes` on this node (all
-  // its ranks and workers together), and faults in what is missing for
+  // Says that one update of `model` takes up to `update_bytes` on this node
+  // (all its ranks and workers together), and faults in what is missing for
   // max(2, keep_updates) of them, or for as many as the budget allows: the
   // incoming update stands beside the installed one. Blocks while it does so.
   // A smaller figure than an earlier one changes nothing.
   //   RESOURCE_EXHAUSTED (NO_STORE_ROOM): the budget does not allow two updates
-  //   beside what other models have reserved. (NO_MEMORY_FOR_ARENA): the machine
-  //   has not got the memory. Both have the sums; nothing is reserved then.
+  //   beside what other models have reserved. (NO_MEMORY_FOR_ARENA): the
+  //   machine has not got the memory. Both have the sums; nothing is reserved
+  //   then.
   absl::Status ReserveFor(const std::string& model, int64_t update_bytes);
 
   // Nobody on this node has anything to do with `model` any more: its updates
@@ -137,8 +139,8 @@ class Store {
   // answers where all of them are. Evicts, and grows arenas within the budget
   // (which is slow: ReserveFor should have been called). All or nothing.
   //   RESOURCE_EXHAUSTED NO_STORE_ROOM (needed, budget, pinned by whom),
-  //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the update
-  //   is there in another layout, or has ended (UPDATE_ENDED).
+  //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the
+  //   update is there in another layout, or has ended (UPDATE_ENDED).
   absl::StatusOr<std::vector<BucketRoom>> Reserve(
       const std::string& update_id, int64_t version,
       std::shared_ptr<const NodeLayout> layout,
@@ -152,8 +154,8 @@ class Store {
   // (UPDATE_INCOMPLETE) when it was not marked whole.
   absl::Status Commit(const std::string& update_id);
 
-  // Frees an update that is not committed (or, with `committed_too`, any), now or
-  // when the last pin is released. Unknown ids are fine.
+  // Frees an update that is not committed (or, with `committed_too`, any), now
+  // or when the last pin is released. Unknown ids are fine.
   void Drop(const std::string& update_id, bool committed_too = false);
 
   // Keeps whatever state it is in. NOT_FOUND (UPDATE_UNKNOWN).
@@ -240,11 +242,12 @@ class Store {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Entry* Find(const std::string& update_id) const
       ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  // Gives the entry extents for `buckets`, all or none. Answers the bytes that do
-  // not fit; 0 when all do.
+  // Gives the entry extents for `buckets`, all or none. Answers the bytes that
+  // do not fit; 0 when all do.
   int64_t Carve(Entry* entry, const std::vector<int32_t>& buckets)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // One more arena. Lets go of the lock while memory is faulted in; one at a time.
+  // One more arena. Lets go of the lock while memory is faulted in; one at a
+  // time.
   absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Evictable(const Entry& entry) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // The oldest one that is evictable, of `model` or (when empty) of any. False

@@ -149,6 +149,7 @@ void Agent::OnWelcome(const v1::Welcome& welcome) {
   const absl::Status status = parts_.welcomed(welcome);
   LOG_IF(ERROR, !status.ok()) << status;
   cluster_id_ = welcome.cluster_id();
+  mover_.SetClusterId(cluster_id_);
   if (welcome.term() > newest_term_) {
     if (newest_term_ > 0) {
       // What the coordinator before it had begun and not decided is over.

@@ -85,24 +85,17 @@ absl::StatusOr<std::unique_ptr<Group>> Endpoint::NewGroup(
                                   "' is named twice, or not at all"));
     }
   }
-  const std::string cluster_id = ClusterId();
-  if (spec.cluster_id != cluster_id) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
-                     absl::StrCat("the group is of cluster ", spec.cluster_id,
-                                  ", this node of ", cluster_id));
+  {
+    absl::MutexLock lock(&mutex_);
+    if (cluster_id_.empty()) cluster_id_ = spec.cluster_id;
+    if (spec.cluster_id != cluster_id_) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
+                       absl::StrCat("the group is of cluster ", spec.cluster_id,
+                                    ", this node of ", cluster_id_));
+    }
   }
   return std::unique_ptr<Group>(
       std::make_unique<TcpGroup>(this, std::move(spec), std::move(options)));
-}
-
-void Endpoint::SetClusterId(const std::string& cluster_id) {
-  absl::MutexLock lock(&mutex_);
-  cluster_id_ = cluster_id;
-}
-
-std::string Endpoint::ClusterId() {
-  absl::MutexLock lock(&mutex_);
-  return cluster_id_;
 }
 
 void Endpoint::RaiseTerm(uint64_t term) {
@@ -286,13 +279,14 @@ absl::Status Endpoint::CheckEpoch(const Hello& hello) {
 
 bool Endpoint::Match(Pending* pending, int64_t) {
   const Hello& hello = pending->hello;
-  if (hello.cluster_id != ClusterId()) {
+  absl::MutexLock lock(&mutex_);
+  if (cluster_id_.empty()) return false;
+  if (hello.cluster_id != cluster_id_) {
     Refuse(pending,
            MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
                      "this node belongs to another cluster"));
     return true;
   }
-  absl::MutexLock lock(&mutex_);
   if (absl::Status status = CheckEpoch(hello); !status.ok()) {
     Refuse(pending, status);
     return true;

@@ -25,6 +25,8 @@ namespace transport {
 namespace tcp {
 
 struct EndpointOptions {
+  // Empty while the daemon has not met its coordinator: then it becomes that of
+  // the first group that is made here, and peers wait until there is one.
   std::string cluster_id;
   std::string bind_host = "127.0.0.1";
   // What others are told instead of bind_host; needed when that is a wildcard.
@@ -69,9 +71,6 @@ class Endpoint final : public GroupFactory {
   absl::StatusOr<std::unique_ptr<Group>> NewGroup(
       GroupSpec spec, GroupOptions options) override;
 
-  // Instead of EndpointOptions::cluster_id, for a node that learns it later.
-  // Before the first group.
-  void SetClusterId(const std::string& cluster_id);
   // Peers with a lower term are refused from now on.
   void RaiseTerm(uint64_t term);
 
@@ -107,7 +106,6 @@ class Endpoint final : public GroupFactory {
   bool Step(Pending* pending, bool readable, int64_t now);
   bool ReadHello(Pending* pending, bool* whole);
   bool Match(Pending* pending, int64_t now);
-  std::string ClusterId() ABSL_LOCKS_EXCLUDED(mutex_);
   void Refuse(Pending* pending, const absl::Status& why);
   absl::Status CheckEpoch(const Hello& hello)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

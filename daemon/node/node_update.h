@@ -1,13 +1,13 @@
-// One update on this node, from its first command to its end. What Mover is made
-// of.
+// One update on this node, from its first command to its end. What Mover is
+// made of.
 //
-// A thread of its own (the driver) carries the commands out, in order, and sends
-// all reports but RankSnapshotted. It never waits inside a group: each group has a
-// thread that joins, moves and waits, so that a new epoch or the end is taken up
-// at once and aborts them.
+// A thread of its own (the driver) carries the commands out, in order, and
+// sends all reports but RankSnapshotted. It never waits inside a group: each
+// group has a thread that joins, moves and waits, so that a new epoch or the
+// end is taken up at once and aborts them.
 
-#ifndef WEIGHTSYNC_DAEMON_NODE_UPDATE_RUN_H_
-#define WEIGHTSYNC_DAEMON_NODE_UPDATE_RUN_H_
+#ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
+#define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 
 #include <atomic>
 #include <cstdint>
@@ -38,7 +38,7 @@ namespace daemon {
 
 transport::Epoch FromProto(const v1::Epoch& epoch);
 
-class UpdateRun {
+class NodeUpdate {
  public:
   // All pointers outlive the run.
   struct Context {
@@ -54,10 +54,10 @@ class UpdateRun {
     transport::GroupFactory* groups = nullptr;
   };
 
-  UpdateRun(Context context, std::string update_id, int64_t version,
-            std::shared_ptr<const NodeLayout> layout);
+  NodeUpdate(Context context, std::string update_id, int64_t version,
+             std::shared_ptr<const NodeLayout> layout);
   // REQUIRES: End was called. Joins the driver.
-  ~UpdateRun();
+  ~NodeUpdate();
 
   const std::string& update_id() const { return update_id_; }
   const std::string& model() const { return layout_->model; }
@@ -67,7 +67,8 @@ class UpdateRun {
   void Prepare(const v1::PrepareUpdate& command);
   void Move(const v1::MoveUpdate& command);
   void Manifest(const v1::UpdateManifest& command);
-  // The first call counts. `why` is what a rank that is being copied out is told.
+  // The first call counts. `why` is what a rank that is being copied out is
+  // told.
   void End(bool committed, absl::Status why);
 
   // On the caller's thread; see Mover::SnapshotRank. Does not report.
@@ -178,4 +179,4 @@ class UpdateRun {
 }  // namespace daemon
 }  // namespace weightsync
 
-#endif  // WEIGHTSYNC_DAEMON_NODE_UPDATE_RUN_H_
+#endif  // WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_

@@ -1,4 +1,4 @@
-#include "daemon/node/update_run.h"
+#include "daemon/node/node_update.h"
 
 #include <algorithm>
 #include <utility>
@@ -19,6 +19,10 @@ namespace {
 
 using transport::Landing;
 using transport::MakeError;
+
+// After a commit every byte is everywhere; what may still be on its way is a
+// neighbour's word that it is.
+constexpr absl::Duration kLeaveTogether = absl::Seconds(2);
 
 absl::Duration FromProtoOr(bool present, const google::protobuf::Duration& d,
                            absl::Duration otherwise) {
@@ -42,9 +46,9 @@ transport::Epoch FromProto(const v1::Epoch& epoch) {
 
 // Called under the landing's lock: wakes the driver, under whose lock nobody
 // calls a landing.
-class UpdateRun::FrameCount final : public Landing::Watcher {
+class NodeUpdate::FrameCount final : public Landing::Watcher {
  public:
-  FrameCount(UpdateRun* run, std::shared_ptr<Landing> landing)
+  FrameCount(NodeUpdate* run, std::shared_ptr<Landing> landing)
       : run_(run),
         landing_(std::move(landing)),
         frames_(landing_->frame_count()) {}
@@ -64,37 +68,37 @@ class UpdateRun::FrameCount final : public Landing::Watcher {
   }
 
  private:
-  UpdateRun* const run_;
+  NodeUpdate* const run_;
   const std::shared_ptr<Landing> landing_;
   const int64_t frames_;
   std::atomic<int64_t> ready_{0};
 };
 
-UpdateRun::UpdateRun(Context context, std::string update_id, int64_t version,
-                     std::shared_ptr<const NodeLayout> layout)
+NodeUpdate::NodeUpdate(Context context, std::string update_id, int64_t version,
+                       std::shared_ptr<const NodeLayout> layout)
     : context_(std::move(context)),
       update_id_(std::move(update_id)),
       version_(version),
       layout_(std::move(layout)),
       driver_([this] { Drive(); }) {}
 
-UpdateRun::~UpdateRun() { driver_.join(); }
+NodeUpdate::~NodeUpdate() { driver_.join(); }
 
 // ---- Commands ----
 
-void UpdateRun::Prepare(const v1::PrepareUpdate& command) {
+void NodeUpdate::Prepare(const v1::PrepareUpdate& command) {
   absl::MutexLock lock(&mutex_);
   prepare_ = command;
   woken_ = true;
 }
 
-void UpdateRun::Move(const v1::MoveUpdate& command) {
+void NodeUpdate::Move(const v1::MoveUpdate& command) {
   absl::MutexLock lock(&mutex_);
   move_ = command;
   woken_ = true;
 }
 
-void UpdateRun::Manifest(const v1::UpdateManifest& command) {
+void NodeUpdate::Manifest(const v1::UpdateManifest& command) {
   absl::MutexLock lock(&mutex_);
   manifest_.clear();
   for (const v1::BucketDigest& bucket : command.buckets()) {
@@ -104,7 +108,7 @@ void UpdateRun::Manifest(const v1::UpdateManifest& command) {
   woken_ = true;
 }
 
-void UpdateRun::End(bool committed, absl::Status why) {
+void NodeUpdate::End(bool committed, absl::Status why) {
   absl::MutexLock lock(&mutex_);
   if (ended_) return;
   ended_ = true;
@@ -116,14 +120,14 @@ void UpdateRun::End(bool committed, absl::Status why) {
   woken_ = true;
 }
 
-void UpdateRun::Wake() {
+void NodeUpdate::Wake() {
   absl::MutexLock lock(&mutex_);
   woken_ = true;
 }
 
 // ---- Bytes ----
 
-absl::Status UpdateRun::PinInStore() {
+absl::Status NodeUpdate::PinInStore() {
   // An entry without buckets first: room that is not pinned yet could be given
   // away under our hands (Store::Forget).
   auto made = context_.store->Reserve(update_id_, version_, layout_, {});
@@ -135,7 +139,7 @@ absl::Status UpdateRun::PinInStore() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<Landing>>> UpdateRun::Landings(
+absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
     const std::vector<int32_t>& buckets) {
   absl::Status pinned = PinInStore();
   if (!pinned.ok()) return pinned;
@@ -163,7 +167,7 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> UpdateRun::Landings(
   return landings;
 }
 
-absl::StatusOr<SnapshotResult> UpdateRun::Snapshot(
+absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
     int32_t rank, const std::vector<SourceShard>& shards,
     const CancelFlag* cancel) {
   {
@@ -187,14 +191,15 @@ absl::StatusOr<SnapshotResult> UpdateRun::Snapshot(
 
 // ---- The driver ----
 
-void UpdateRun::Drive() {
+void NodeUpdate::Drive() {
   while (true) {
     absl::optional<v1::PrepareUpdate> prepare;
     absl::optional<v1::MoveUpdate> move;
     {
       absl::MutexLock lock(&mutex_);
-      const absl::Duration patience =
-          round_ != nullptr ? context_.report_interval : absl::InfiniteDuration();
+      const absl::Duration patience = round_ != nullptr
+                                          ? context_.report_interval
+                                          : absl::InfiniteDuration();
       mutex_.AwaitWithTimeout(absl::Condition(&woken_), patience);
       woken_ = false;
       if (ended_) break;
@@ -205,8 +210,8 @@ void UpdateRun::Drive() {
     }
     if (prepare.has_value()) StartRound(*prepare);
     if (move.has_value()) {
-      if (round_ == nullptr || !(FromProto(move->epoch()) ==
-                                 FromProto(round_->command.epoch()))) {
+      if (round_ == nullptr ||
+          !(FromProto(move->epoch()) == FromProto(round_->command.epoch()))) {
         LOG(WARNING) << "MoveUpdate of update " << update_id_
                      << " for an epoch that is not prepared is ignored";
       } else {
@@ -230,7 +235,7 @@ void UpdateRun::Drive() {
   Finish();
 }
 
-void UpdateRun::StartRound(const v1::PrepareUpdate& command) {
+void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
   if (round_ != nullptr) {
     const transport::Epoch now = FromProto(round_->command.epoch());
     const transport::Epoch asked = FromProto(command.epoch());
@@ -256,9 +261,9 @@ void UpdateRun::StartRound(const v1::PrepareUpdate& command) {
       }
       return;
     }
-    CloseRound(MakeError(absl::StatusCode::kAborted, "NEWER_EPOCH",
-                         absl::StrCat("epoch ", asked.term, ".", asked.counter,
-                                      " has begun")));
+    CloseRound(MakeError(
+        absl::StatusCode::kAborted, "NEWER_EPOCH",
+        absl::StrCat("epoch ", asked.term, ".", asked.counter, " has begun")));
   }
   round_ = std::make_unique<Round>();
   round_->command = command;
@@ -279,7 +284,7 @@ void UpdateRun::StartRound(const v1::PrepareUpdate& command) {
   }
 }
 
-absl::Status UpdateRun::FillRound(Round* round) {
+absl::Status NodeUpdate::FillRound(Round* round) {
   const v1::PrepareUpdate& command = round->command;
   // What lies in the store when this epoch is through.
   std::set<int32_t> buckets;
@@ -290,10 +295,9 @@ absl::Status UpdateRun::FillRound(Round* round) {
       if (flow.members(i).node() == context_.node) self = i;
     }
     if (self < 0 || flow.members_size() < 2) {
-      return InvalidFlow(absl::StrCat("flow ", flow.flow_id(), " of ",
-                                      flow.members_size(),
-                                      " nodes was told to node ",
-                                      context_.node, ", which is not in it"));
+      return InvalidFlow(absl::StrCat(
+          "flow ", flow.flow_id(), " of ", flow.members_size(),
+          " nodes was told to node ", context_.node, ", which is not in it"));
     }
     for (int32_t bucket : flow.buckets()) {
       if (bucket < 0 || bucket >= layout_->bucket_count()) {
@@ -359,15 +363,14 @@ absl::Status UpdateRun::FillRound(Round* round) {
       edge_failures_.push_back(status);
       woken_ = true;
     };
-    auto group =
-        context_.groups->NewGroup(std::move(spec), std::move(options));
+    auto group = context_.groups->NewGroup(std::move(spec), std::move(options));
     if (!group.ok()) return group.status();
     run->group = *std::move(group);
   }
   return absl::OkStatus();
 }
 
-void UpdateRun::RunFlow(Round* round, FlowRun* flow) {
+void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
   const absl::Duration timeout =
       FromProtoOr(round->command.has_timeout(), round->command.timeout(),
                   context_.prepare_timeout);
@@ -395,7 +398,7 @@ void UpdateRun::RunFlow(Round* round, FlowRun* flow) {
   woken_ = true;
 }
 
-void UpdateRun::CloseRound(const absl::Status& why) {
+void NodeUpdate::CloseRound(const absl::Status& why) {
   if (round_ == nullptr) return;
   std::vector<transport::Group*> busy;
   {
@@ -403,8 +406,8 @@ void UpdateRun::CloseRound(const absl::Status& why) {
     round_->closed = true;
     for (const auto& flow : round_->flows) {
       // One that is at rest leaves quietly.
-      const bool rests = flow->joined && flow->status.ok() &&
-                         (flow->done || !round_->move);
+      const bool rests =
+          flow->joined && flow->status.ok() && (flow->done || !round_->move);
       if (flow->group != nullptr && !rests) busy.push_back(flow->group.get());
     }
   }
@@ -420,7 +423,7 @@ void UpdateRun::CloseRound(const absl::Status& why) {
 
 // ---- Reports ----
 
-void UpdateRun::AnswerPrepare(Round* round, const absl::Status& status) {
+void NodeUpdate::AnswerPrepare(Round* round, const absl::Status& status) {
   if (round->answered) return;
   round->answered = true;
   round->prepared = status.ok();
@@ -434,7 +437,7 @@ void UpdateRun::AnswerPrepare(Round* round, const absl::Status& status) {
   context_.report(std::move(report));
 }
 
-void UpdateRun::LookAtFlows() {
+void NodeUpdate::LookAtFlows() {
   bool all_joined = true;
   std::vector<std::pair<FlowRun*, absl::Status>> failed;
   {
@@ -458,7 +461,7 @@ void UpdateRun::LookAtFlows() {
   if (all_joined) AnswerPrepare(round_.get(), absl::OkStatus());
 }
 
-void UpdateRun::LookAtEdges() {
+void NodeUpdate::LookAtEdges() {
   // Before the answer to Prepare, Join says what is wrong.
   if (!round_->prepared) return;
   std::vector<absl::Status> failures;
@@ -469,7 +472,7 @@ void UpdateRun::LookAtEdges() {
   for (const absl::Status& failure : failures) ReportFailure(failure);
 }
 
-void UpdateRun::LookAtBytes() {
+void NodeUpdate::LookAtBytes() {
   if (!round_->prepared || dry_) return;
   bool complete = true;
   bool has_manifest = false;
@@ -534,7 +537,7 @@ void UpdateRun::LookAtBytes() {
   context_.report(std::move(report));
 }
 
-void UpdateRun::ReportProgress(bool last) {
+void NodeUpdate::ReportProgress(bool last) {
   int64_t received = 0;
   int64_t needed = 0;
   {
@@ -560,11 +563,10 @@ void UpdateRun::ReportProgress(bool last) {
   context_.report(std::move(report));
 }
 
-void UpdateRun::ReportFailure(const absl::Status& status) {
+void NodeUpdate::ReportFailure(const absl::Status& status) {
   const std::string edge = transport::EdgeOf(status).value_or("");
   // Both Wait and on_edge_failed tell of an edge.
-  if (!round_->blamed
-           .insert(edge.empty() ? transport::ReasonOf(status) : edge)
+  if (!round_->blamed.insert(edge.empty() ? transport::ReasonOf(status) : edge)
            .second) {
     return;
   }
@@ -585,7 +587,7 @@ void UpdateRun::ReportFailure(const absl::Status& status) {
   context_.report(std::move(report));
 }
 
-int64_t UpdateRun::RepairedFrames() const {
+int64_t NodeUpdate::RepairedFrames() const {
   int64_t repaired = repaired_before_;
   if (round_ == nullptr) return repaired;
   for (const auto& flow : round_->flows) {
@@ -599,7 +601,7 @@ int64_t UpdateRun::RepairedFrames() const {
 
 // ---- The end ----
 
-void UpdateRun::Finish() {
+void NodeUpdate::Finish() {
   absl::Status why;
   bool committed = false;
   {
@@ -612,6 +614,18 @@ void UpdateRun::Finish() {
     }
     why = why_;
     committed = committed_;
+  }
+  if (committed && round_ != nullptr) {
+    absl::MutexLock lock(&mutex_);
+    Round* round = round_.get();
+    auto at_rest = [this, round]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return !round->move ||
+             std::all_of(round->flows.begin(), round->flows.end(),
+                         [](const std::unique_ptr<FlowRun>& flow) {
+                           return flow->done;
+                         });
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&at_rest), kLeaveTogether);
   }
   CloseRound(why);
 
