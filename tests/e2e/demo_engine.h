@@ -1,5 +1,5 @@
-// What stands for an inference engine in the demo: it "generates" by reading all of
-// its weights once for every version that it serves.
+// What stands for an inference engine in the demo: it "generates" by reading
+// all of its weights once for every version that it serves.
 #ifndef WEIGHTSYNC_TESTS_E2E_DEMO_ENGINE_H_
 #define WEIGHTSYNC_TESTS_E2E_DEMO_ENGINE_H_
 
@@ -15,8 +15,8 @@
 namespace weightsync {
 namespace demo {
 
-// A request is in flight from the moment in which a new version may be served until
-// Done. Thread-safe.
+// A request is in flight from the moment in which a new version may be served
+// until Done. Thread-safe.
 class Engine {
  public:
   // Drains: returns when no request is in flight, with what it did.

@@ -15,9 +15,9 @@
 #include <memory>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "schedule/models.h"
@@ -52,7 +52,8 @@ const std::array<uint16_t, 65536>& NormalTable() {
       const float value = static_cast<float>(0.02 * x);
       uint32_t bits;
       std::memcpy(&bits, &value, 4);
-      (*out)[i] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+      (*out)[i] =
+          static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     }
     return out;
   }();
@@ -206,10 +207,10 @@ client::Tensor TensorOf(const Parameter& parameter, const client::Box& box,
 absl::Status Fill(const Model& model, int ordinal, const client::Box& box,
                   int64_t version, int64_t last_version, char* data) {
   const Parameter& parameter = model.parameters[ordinal];
-  const int64_t row =
-      parameter.shape.empty()
-          ? 1
-          : Elements(parameter.shape) / std::max<int64_t>(parameter.shape[0], 1);
+  const int64_t row = parameter.shape.empty()
+                          ? 1
+                          : Elements(parameter.shape) /
+                                std::max<int64_t>(parameter.shape[0], 1);
   const int64_t first = box.offset.empty() ? 0 : box.offset[0] * row;
   const int64_t count = Elements(box.extent);
   const uint64_t seed = Seed(version, ordinal);
@@ -233,8 +234,8 @@ absl::Status Fill(const Model& model, int ordinal, const client::Box& box,
       return absl::OkStatus();
     }
     for (int64_t i = 0; i < count; ++i) {
-      data[i * element] = static_cast<char>(
-          data[i * element] ^ (1 + (Mix(seed + first + i) & 6)));
+      data[i * element] = static_cast<char>(data[i * element] ^
+                                            (1 + (Mix(seed + first + i) & 6)));
     }
     return absl::OkStatus();
   }
@@ -251,7 +252,8 @@ absl::Status Fill(const Model& model, int ordinal, const client::Box& box,
   int64_t i = 0;
   while (i < count) {
     const int64_t e = first + i;
-    uint64_t random = Mix(seed + static_cast<uint64_t>(e / 4)) >> (16 * (e % 4));
+    uint64_t random =
+        Mix(seed + static_cast<uint64_t>(e / 4)) >> (16 * (e % 4));
     const int64_t end = std::min(count, i + 4 - e % 4);
     for (; i < end; ++i) {
       out[i] = normal[random & 0xffff];
@@ -358,16 +360,15 @@ absl::Status DumpSafetensors(const std::string& path, const Model& model,
     entry.dtype = model.parameters[i].dtype;
     entry.shape = tensors[i].box->extent;
     entries.push_back(entry);
-    metadata[entry.name] =
-        absl::StrCat("offset [", absl::StrJoin(tensors[i].box->offset, ", "),
-                     "] of shape [", absl::StrJoin(tensors[i].shape, ", "), "]");
+    metadata[entry.name] = absl::StrCat(
+        "offset [", absl::StrJoin(tensors[i].box->offset, ", "), "] of shape [",
+        absl::StrJoin(tensors[i].shape, ", "), "]");
   }
   const auto header = transport::MakeSafetensorsHeader(entries, metadata);
   if (!header.ok()) return header.status();
   FILE* file = std::fopen(path.c_str(), "wb");
-  bool good = file != nullptr &&
-              std::fwrite(header->data(), 1, header->size(), file) ==
-                  header->size();
+  bool good = file != nullptr && std::fwrite(header->data(), 1, header->size(),
+                                             file) == header->size();
   for (const client::Tensor& tensor : tensors) {
     const size_t bytes = static_cast<size_t>(client::PartBytes(tensor));
     good = good && std::fwrite(tensor.data, 1, bytes, file) == bytes;
@@ -423,8 +424,8 @@ std::vector<client::Tensor> LiveTensors(const Model& model, int worker,
     tensors.push_back(TensorOf(
         parameter, TensorParallelBox(parameter, worker, workers), nullptr));
   }
-  const size_t bytes =
-      static_cast<size_t>(std::max<int64_t>(PlaceTensors(&tensors, nullptr), 1));
+  const size_t bytes = static_cast<size_t>(
+      std::max<int64_t>(PlaceTensors(&tensors, nullptr), 1));
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (memory == MAP_FAILED) {

@@ -96,8 +96,8 @@ TEST(DemoModelTest, RanksAndWorkersHashTheSameParts) {
         std::vector<char> memory;
         const auto shards = Shards(model, rank, 3, &memory);
         ASSERT_TRUE(FillAll(model, 1, 3, shards).ok());
-        for (const std::string& line : Lines(
-                 RankHashLines(model, 1, worker, workers, rank, shards))) {
+        for (const std::string& line :
+             Lines(RankHashLines(model, 1, worker, workers, rank, shards))) {
           expected.insert(line);
         }
       }

@@ -13,7 +13,8 @@
 
 DEFINE_string(address, "", "The daemon of this node; empty: the usual place.");
 DEFINE_string(name, "demo", "What the model is called in the cluster.");
-DEFINE_string(model, "qwen2.5-0.5b", "A published model; see schedule/models.h.");
+DEFINE_string(model, "qwen2.5-0.5b",
+              "A published model; see schedule/models.h.");
 DEFINE_string(safetensors, "", "Publish this file's tensors instead.");
 DEFINE_int32(rank, 0, "This rank.");
 DEFINE_int32(world_size, 1, "How many ranks there are.");
@@ -51,9 +52,8 @@ int main(int argc, char** argv) {
     demo::PlaceTensors(&all, arena->data);
   }
   demo::ExitUnless((*trainer)->RegisterShards(demo::Held(all)).status());
-  demo::ExitUnless(demo::WaitForReplicas(FLAGS_address, FLAGS_name,
-                                         FLAGS_wait_replicas,
-                                         absl::Minutes(2)));
+  demo::ExitUnless(demo::WaitForReplicas(
+      FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
 
   for (int step = 1; step <= FLAGS_versions; ++step) {
     demo::ExitUnless(demo::FillAll(*model, step, FLAGS_versions, all));
@@ -70,6 +70,8 @@ int main(int argc, char** argv) {
     std::fputs(demo::ResultLine(*version, published->stall).c_str(), stdout);
     std::fflush(stdout);
   }
+  std::puts("done");
+  std::fflush(stdout);
   if (FLAGS_linger) demo::WaitForSignal();
   return 0;
 }

@@ -46,17 +46,17 @@ absl::Status WaitForReplicas(const std::string& address,
         !absl::IsUnavailable(status)) {
       return status;
     }
-    serving = static_cast<int>(std::count_if(
-        response.replicas().begin(), response.replicas().end(),
-        [](const v1::Replica& replica) {
-          return replica.state() == v1::Replica::STATE_SERVING;
-        }));
+    serving = static_cast<int>(
+        std::count_if(response.replicas().begin(), response.replicas().end(),
+                      [](const v1::Replica& replica) {
+                        return replica.state() == v1::Replica::STATE_SERVING;
+                      }));
     if (serving >= replicas) return absl::OkStatus();
     absl::SleepFor(absl::Milliseconds(50));
   }
-  return absl::DeadlineExceededError(absl::StrCat(
-      "only ", serving, " of ", replicas, " replicas serve after ",
-      absl::FormatDuration(timeout)));
+  return absl::DeadlineExceededError(
+      absl::StrCat("only ", serving, " of ", replicas, " replicas serve after ",
+                   absl::FormatDuration(timeout)));
 }
 
 absl::Status AppendTo(const std::string& path, const std::string& text) {

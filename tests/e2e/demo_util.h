@@ -14,8 +14,8 @@ namespace demo {
 // Ends the program, with a sentence on stderr, unless `status` is OK.
 void ExitUnless(const absl::Status& status);
 
-// Waits until `replicas` replicas of "models/{model}" serve. The admin service is
-// asked, as anybody would.
+// Waits until `replicas` replicas of "models/{model}" serve. The admin service
+// is asked, as anybody would.
 absl::Status WaitForReplicas(const std::string& address,
                              const std::string& model, int replicas,
                              absl::Duration timeout);

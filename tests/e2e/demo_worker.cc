@@ -1,8 +1,9 @@
-// One replica of the demo: an engine of one worker, or of several that share the
-// model by tensor parallelism. It knows the model's shapes, and nothing of its
-// values but what arrives.
+// One replica of the demo: an engine of one worker, or of several that share
+// the model by tensor parallelism. It knows the model's shapes, and nothing of
+// its values but what arrives.
 #include <gflags/gflags.h>
 
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>
@@ -18,8 +19,10 @@
 
 DEFINE_string(address, "", "The daemon of this node; empty: the usual place.");
 DEFINE_string(name, "demo", "What the model is called in the cluster.");
-DEFINE_string(model, "qwen2.5-0.5b", "A published model; see schedule/models.h.");
-DEFINE_string(safetensors, "", "Take the shapes of this file's tensors instead.");
+DEFINE_string(model, "qwen2.5-0.5b",
+              "A published model; see schedule/models.h.");
+DEFINE_string(safetensors, "",
+              "Take the shapes of this file's tensors instead.");
 DEFINE_string(replica, "replica-0", "What this replica is called.");
 DEFINE_int32(workers, 1, "Tensor-parallel workers, all in this process.");
 DEFINE_int32(versions, 3, "End after so many versions.");
@@ -83,19 +86,21 @@ int main(int argc, char** argv) {
 
   for (int64_t version = 0; version < FLAGS_versions;) {
     version = engine.NextRequest(absl::Now() + absl::Seconds(FLAGS_timeout_s));
-    if (version == 0) demo::ExitUnless(absl::DeadlineExceededError("no version came"));
+    if (version == 0)
+      demo::ExitUnless(absl::DeadlineExceededError("no version came"));
     for (int i = 0; i < FLAGS_workers; ++i) {
       if (FLAGS_flip_bit && version == FLAGS_versions && i == 0) {
         demo::FlipBit(live[i]);
       }
       demo::ExitUnless(demo::AppendTo(
-          FLAGS_hashes,
-          demo::WorkerHashLines(*model, version, i, FLAGS_workers,
-                                FLAGS_hash_parts, live[i])));
+          FLAGS_hashes, demo::WorkerHashLines(*model, version, i, FLAGS_workers,
+                                              FLAGS_hash_parts, live[i])));
     }
     engine.Done();
   }
   demo::ExitUnless(demo::DumpAll(FLAGS_dump_safetensors, *model, live));
+  std::puts("done");
+  std::fflush(stdout);
   if (FLAGS_linger) demo::WaitForSignal();
   return 0;
 }
