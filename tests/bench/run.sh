@@ -227,7 +227,7 @@ over_network() {
 }
 
 plan() {
-  "$PLAN_BENCH" --bench="$1" >>"$results"
+  "$PLAN_BENCH" "$1" >>"$results"
 }
 
 sizes=($((1 << 30)) $((256 << 20)))

@@ -8,10 +8,16 @@ import subprocess
 import tempfile
 import time
 
+import ml_dtypes
+import numpy
+import safetensors.numpy
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 BIN = ROOT / "bazel-bin"
 DAEMON = BIN / "daemon/weightsyncd"
 CTL = BIN / "client/ctl/weightsyncctl"
+DEMO_TRAINER = BIN / "tests/e2e/demo_trainer"
+DEMO_WORKER = BIN / "tests/e2e/demo_worker"
 
 START_SECONDS = 30
 STOP_SECONDS = 20
@@ -101,6 +107,9 @@ class Cluster:
         self._count = nodes
         self._stack = contextlib.ExitStack()
         self.nodes = []
+        self.trainers = []
+        self.replicas = []
+        self.model = "demo"
         self.directory = None
 
     def __enter__(self):
@@ -139,3 +148,76 @@ class Cluster:
         process = Process(name, arguments, self.directory)
         self._stack.callback(process.stop)
         return process
+
+    def start_replica(self, name, node, *flags):
+        """Starts a replica of the demo on a node."""
+        process = self.start(
+            f"replica-{name}",
+            DEMO_WORKER,
+            f"--address={self.nodes[node].socket}",
+            f"--name={self.model}",
+            f"--replica={name}",
+            *flags,
+        )
+        self.replicas.append(process)
+        return process
+
+    def start_trainers(self, count, *flags):
+        """Starts the ranks of the demo's trainer on node 0."""
+        for rank in range(count):
+            self.trainers.append(
+                self.start(
+                    f"trainer-{rank}",
+                    DEMO_TRAINER,
+                    f"--address={self.nodes[0].socket}",
+                    f"--name={self.model}",
+                    f"--rank={rank}",
+                    f"--world_size={count}",
+                    *flags,
+                )
+            )
+
+
+def write_safetensors(path, shapes):
+    """Writes a small model: name -> shape; bf16 with values that nobody would guess."""
+    random = numpy.random.default_rng(7)
+    tensors = {
+        name: random.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    safetensors.numpy.save_file(tensors, str(path))
+
+
+DEMO_SHAPES = {
+    "model.embed_tokens.weight": (96, 32),
+    "model.layers.0.self_attn.q_proj.weight": (32, 32),
+    "model.layers.0.self_attn.q_proj.bias": (32,),
+    "model.layers.0.self_attn.o_proj.weight": (32, 32),
+    "model.layers.0.mlp.up_proj.weight": (64, 32),
+    "model.layers.0.mlp.down_proj.weight": (32, 64),
+    "model.norm.weight": (32,),
+}
+
+
+@contextlib.contextmanager
+def demo(versions=3):
+    """Two daemons, two replicas and two trainer ranks of a small model that stay; all versions served."""
+    with Cluster(nodes=2) as here:
+        file = here.directory / "demo.safetensors"
+        write_safetensors(file, DEMO_SHAPES)
+        flags = [f"--safetensors={file}", f"--versions={versions}", "--linger"]
+        here.start_replica("replica-0", 0, *flags)
+        here.start_replica("replica-1", 1, *flags, "--workers=2")
+        here.start_trainers(2, *flags, "--wait_replicas=2")
+
+        def served():
+            found = subprocess.run(
+                [CTL, "--address", here.nodes[0].socket, "--json", "versions", f"{here.model}/{versions}"],
+                capture_output=True,
+                text=True,
+                timeout=30,
+            )
+            return "STATE_ACTIVE" in found.stdout
+
+        wait_until(served, "the model is not served", 60, here.trainers + here.replicas)
+        yield here
