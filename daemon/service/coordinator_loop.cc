@@ -54,14 +54,7 @@ std::string CoordinatorLoop::Connected(NodePeer peer) {
 void CoordinatorLoop::Report(const std::string& stream, v1::NodeReport report) {
   loop_.Post([this, stream, report = std::move(report)] {
     // What a stream said after it was closed is not heard any more.
-    auto peer = peers_.find(stream);
-    if (peer == peers_.end()) return;
-    if (report.has_heartbeat()) {
-      // From here, so that the node knows that the coordinator's own thread lives.
-      v1::NodeCommand echo;
-      echo.mutable_heartbeat();
-      peer->second.send(std::move(echo));
-    }
+    if (peers_.count(stream) == 0) return;
     Do(coordinator_.OnReport(Now(), stream, report));
   });
 }

@@ -313,39 +313,48 @@ void TrainerSessions::RegisterShards(const v1::RegisterShardsRequest& request,
   for (const v1::Parameter& parameter : registration->report.parameters()) {
     model_bytes += ParameterBytes(parameter);
   }
-  // The coordinator is asked first: what it refuses must not take memory. Only then is room made;
-  // when there is none, the coordinator hears that the rank holds what it held before.
-  v1::NodeReport report;
-  *report.mutable_rank_shards() = registration->report;
-  node_.link->Ask(std::move(report), [this, id = session->id, registration, answer, model_bytes](
-                                         const absl::Status& status, const v1::Reply& reply) {
-    Session* session = Find(id);
-    if (session == nullptr || !status.ok()) {
-      answer->Finish(status.ok() ? SessionUnknown() : status);
-      return;
-    }
-    const int registered = reply.rank_accepted().registered_rank_count();
-    const int world_size = reply.rank_accepted().world_size();
-    node_.room->Need(
-        session->identity.model(), RoomOf(session->identity), registration->bytes, model_bytes,
-        [this, id, registration, answer, registered, world_size](const absl::Status& status) {
-          Session* session = Find(id);
-          if (session == nullptr) {
-            answer->Finish(SessionUnknown());
-            return;
-          }
-          if (!status.ok()) {
-            answer->Finish(ApiStatus(status));
-            if (session->registration != nullptr) AnnounceShards(session);
-            return;
-          }
-          session->registration = registration;
-          answer->response()->set_registered_rank_count(registered);
-          answer->response()->set_world_size(world_size);
-          answer->response()->set_shard_bytes(registration->bytes);
-          answer->Finish(absl::OkStatus());
+  // Room first: once the coordinator has taken the shards, other ranks count on this one.
+  node_.room->Need(
+      session->identity.model(), RoomOf(session->identity), registration->bytes, model_bytes,
+      [this, id = session->id, registration, answer](const absl::Status& status) {
+        Session* session = Find(id);
+        if (session == nullptr || !status.ok()) {
+          answer->Finish(status.ok() ? SessionUnknown() : ApiStatus(status));
+          return;
+        }
+        v1::NodeReport report;
+        *report.mutable_rank_shards() = registration->report;
+        node_.link->Ask(std::move(report), [this, id, registration, answer](
+                                               const absl::Status& status, const v1::Reply& reply) {
+          Registered(id, registration, status, reply, answer.get());
         });
-  });
+      });
+}
+
+void TrainerSessions::Registered(uint64_t id, std::shared_ptr<const Registration> registration,
+                                 const absl::Status& status, const v1::Reply& reply,
+                                 Answer<v1::RegisterShardsResponse>* answer) {
+  Session* session = Find(id);
+  if (session == nullptr) {
+    answer->Finish(SessionUnknown());
+    return;
+  }
+  if (!status.ok()) {
+    // What was registered before still is, and needs no more room than that.
+    if (session->registration == nullptr) {
+      node_.room->Leave(session->identity.model(), RoomOf(session->identity));
+    } else {
+      node_.room->Need(session->identity.model(), RoomOf(session->identity),
+                       session->registration->bytes, 0, [](const absl::Status&) {});
+    }
+    answer->Finish(status);
+    return;
+  }
+  session->registration = std::move(registration);
+  answer->response()->set_registered_rank_count(reply.rank_accepted().registered_rank_count());
+  answer->response()->set_world_size(reply.rank_accepted().world_size());
+  answer->response()->set_shard_bytes(session->registration->bytes);
+  answer->Finish(absl::OkStatus());
 }
 
 void TrainerSessions::PublishVersion(const v1::PublishVersionRequest& request,

@@ -101,6 +101,10 @@ class TrainerSessions {
 
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(const Session& session,
                                                         const v1::RegisterShardsRequest& request);
+  // The coordinator's answer to RegisterShards.
+  void Registered(uint64_t id, std::shared_ptr<const Registration> registration,
+                  const absl::Status& status, const v1::Reply& reply,
+                  Answer<v1::RegisterShardsResponse>* answer);
   void Copy(Session* session, const v1::PublishOpened& opened,
             std::shared_ptr<Answer<v1::PublishVersionResponse>> answer);
 
