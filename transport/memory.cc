@@ -33,8 +33,10 @@ absl::Status GuardedApply(Memory* memory, const Segment& source, int slot,
   if (!status.ok()) return status;
   status = memory->Copy(tasks, options, nullptr);
   if (!status.ok()) return status;
-  // The loads of the copy come before the second look at the counter.
+    // The loads of the copy come before the second look at the counter.
+#if !defined(__SANITIZE_THREAD__)  // gcc refuses fences there
   std::atomic_thread_fence(std::memory_order_acq_rel);
+#endif
   return CheckGeneration(source, slot, generation,
                          "what was copied may be a mixture");
 }
