@@ -188,10 +188,6 @@ int BytesOf(v1::DType dtype) {
   }
 }
 
-absl::Status CheckParameter(const v1::Parameter& parameter) {
-  return CheckTensor(parameter.name(), parameter.dtype(), parameter.shape());
-}
-
 int64_t ParameterBytes(const v1::Parameter& parameter) {
   int64_t bytes = BytesOf(parameter.dtype());
   for (int64_t dimension : parameter.shape()) bytes *= dimension;
@@ -282,7 +278,8 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request) {
   absl::flat_hash_set<std::string> boxes;
   for (const v1::TensorShard& shard : request.shards()) {
     const v1::Parameter& parameter = shard.parameter();
-    absl::Status status = CheckParameter(parameter);
+    absl::Status status =
+        CheckTensor(parameter.name(), parameter.dtype(), parameter.shape());
     if (!status.ok()) return status;
     const v1::Box* box = shard.has_box() ? &shard.box() : nullptr;
     status = CheckBox(parameter.name(), parameter.shape(), box);

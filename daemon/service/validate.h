@@ -39,11 +39,7 @@ absl::Status CheckProtocol(int version);
 // 0 for an unknown one.
 int BytesOf(v1::DType dtype);
 
-//   INVALID_ARGUMENT  DTYPE_UNKNOWN, SHAPE_INVALID (a dimension that is not positive or too big,
-//   a size that overflows), PARAMETER_NAME_INVALID.
-absl::Status CheckParameter(const v1::Parameter& parameter);
-
-// Bytes of the whole tensor. REQUIRES: CheckParameter is OK.
+// Bytes of the whole tensor. REQUIRES: it passed CheckShards.
 int64_t ParameterBytes(const v1::Parameter& parameter);
 
 // `box` null: all of the tensor. INVALID_ARGUMENT (BOX_OUT_OF_RANGE). `shape` is valid.
