@@ -134,8 +134,9 @@ class DaemonImpl final : public Daemon {
 
 absl::Status DaemonImpl::Start() {
   for (absl::Status (DaemonImpl::*step)() :
-       {&DaemonImpl::CheckOptions, &DaemonImpl::TakePlaces, &DaemonImpl::StartTransport,
-        &DaemonImpl::StartCoordinator, &DaemonImpl::StartServer, &DaemonImpl::WriteReadyFile}) {
+       {&DaemonImpl::CheckOptions, &DaemonImpl::TakePlaces,
+        &DaemonImpl::StartTransport, &DaemonImpl::StartCoordinator,
+        &DaemonImpl::StartServer, &DaemonImpl::WriteReadyFile}) {
     const absl::Status status = (this->*step)();
     if (!status.ok()) return status;
   }
@@ -144,39 +145,49 @@ absl::Status DaemonImpl::Start() {
 
 absl::Status DaemonImpl::CheckOptions() {
   if (!IsName(options_.node)) {
-    return Invalid("NODE_NAME_INVALID",
-                   absl::StrCat("node \"", options_.node,
-                                "\": a name is 1 to 63 of [a-z0-9._-], beginning with a letter or "
-                                "digit; give one with --node"));
+    return Invalid(
+        "NODE_NAME_INVALID",
+        absl::StrCat(
+            "node \"", options_.node,
+            "\": a name is 1 to 63 of [a-z0-9._-], beginning with a letter or "
+            "digit; give one with --node"));
   }
   for (const std::string& text : options_.listen) {
     absl::StatusOr<HostPort> address = ParseHostPort(text);
     if (!address.ok()) return address.status();
-    const absl::Status reach = CheckReach(*address, options_.insecure, "listen");
+    const absl::Status reach =
+        CheckReach(*address, options_.insecure, "listen");
     if (!reach.ok()) return reach;
     listen_.push_back(*address);
   }
   const absl::StatusOr<HostPort> data = ParseHost(options_.data_address);
   if (!data.ok()) return data.status();
   if (data->wildcard) {
-    return Invalid("ADDRESS_INVALID",
-                   absl::StrCat("--data_address=", options_.data_address,
-                                " is no address that another node could send to; name one of this "
-                                "machine"));
+    return Invalid(
+        "ADDRESS_INVALID",
+        absl::StrCat(
+            "--data_address=", options_.data_address,
+            " is no address that another node could send to; name one of this "
+            "machine"));
   }
-  const absl::Status reach = CheckReach(*data, options_.insecure, "data_address");
+  const absl::Status reach =
+      CheckReach(*data, options_.insecure, "data_address");
   if (!reach.ok()) return reach;
 
   const int64_t available = transport::LookAtMemory().available_bytes();
   if (options_.bucket_bytes <= 0 || options_.bucket_bytes > available) {
-    return Invalid("BUCKET_BYTES_INVALID",
-                   absl::StrCat("bucket_bytes is ", options_.bucket_bytes,
-                                "; it must be positive and at most the memory that is available, ",
-                                available, " bytes"));
+    return Invalid(
+        "BUCKET_BYTES_INVALID",
+        absl::StrCat(
+            "bucket_bytes is ", options_.bucket_bytes,
+            "; it must be positive and at most the memory that is available, ",
+            available, " bytes"));
   }
-  if (options_.store_budget_bytes == 0) options_.store_budget_bytes = available / 2;
+  if (options_.store_budget_bytes == 0)
+    options_.store_budget_bytes = available / 2;
   if (options_.copy_threads == 0) {
-    options_.copy_threads = std::min(8u, std::max(1u, std::thread::hardware_concurrency()));
+    options_.copy_threads =
+        std::min(8u, std::max(1u, std::thread::hardware_concurrency()));
   }
   return absl::OkStatus();
 }
@@ -184,10 +195,12 @@ absl::Status DaemonImpl::CheckOptions() {
 absl::Status DaemonImpl::TakePlaces() {
   absl::Status status = MakeDirectories(options_.state_dir, 0700);
   if (!status.ok()) return status;
-  absl::StatusOr<std::unique_ptr<DirectoryClaim>> state = DirectoryClaim::Take(options_.state_dir);
+  absl::StatusOr<std::unique_ptr<DirectoryClaim>> state =
+      DirectoryClaim::Take(options_.state_dir);
   if (!state.ok()) return state.status();
   state_ = *std::move(state);
-  absl::StatusOr<std::string> cluster = ReadSmallFile(options_.state_dir + kClusterFile);
+  absl::StatusOr<std::string> cluster =
+      ReadSmallFile(options_.state_dir + kClusterFile);
   if (!cluster.ok()) return cluster.status();
   cluster_id_ = std::string(absl::StripAsciiWhitespace(*cluster));
 
@@ -211,7 +224,8 @@ absl::Status DaemonImpl::StartTransport() {
   copies_ = std::make_unique<transport::CopyPool>(options_.copy_threads);
   transport::HostMemory::Options memory;
   memory.warm_up_threads = options_.copy_threads;
-  memory_ = std::make_unique<transport::HostMemory>(copies_.get(), descriptors_.get(), memory);
+  memory_ = std::make_unique<transport::HostMemory>(copies_.get(),
+                                                    descriptors_.get(), memory);
 
   transport::tcp::EndpointOptions endpoint;
   // Where it is not known yet, the first group says it.
@@ -224,7 +238,8 @@ absl::Status DaemonImpl::StartTransport() {
   if (!made.ok()) return made.status();
   endpoint_ = *std::move(made);
 
-  absl::StatusOr<std::unique_ptr<ProcessWatcher>> processes = ProcessWatcher::Start();
+  absl::StatusOr<std::unique_ptr<ProcessWatcher>> processes =
+      ProcessWatcher::Start();
   if (!processes.ok()) return processes.status();
   processes_ = *std::move(processes);
   return absl::OkStatus();
@@ -242,9 +257,9 @@ absl::Status DaemonImpl::StartCoordinator() {
     access_.name = "this daemon";
   } else {
     access_.name = options_.coordinator_address;
-    access_.remote = grpc::CreateCustomChannel(options_.coordinator_address,
-                                               grpc::InsecureChannelCredentials(),
-                                               ChannelArguments());
+    access_.remote = grpc::CreateCustomChannel(
+        options_.coordinator_address, grpc::InsecureChannelCredentials(),
+        ChannelArguments());
   }
   Agent::Parts parts;
   parts.memory = memory_.get();
@@ -252,25 +267,29 @@ absl::Status DaemonImpl::StartCoordinator() {
   parts.processes = processes_.get();
   parts.coordinator = access_.name;
   parts.cluster_id = cluster_id_;
-  parts.welcomed = [this](const v1::Welcome& welcome) { return Welcomed(welcome); };
+  parts.welcomed = [this](const v1::Welcome& welcome) {
+    return Welcomed(welcome);
+  };
   agent_ = std::make_unique<Agent>(options_, std::move(parts));
   return absl::OkStatus();
 }
 
 absl::Status DaemonImpl::Welcomed(const v1::Welcome& welcome) {
   endpoint_->RaiseTerm(welcome.term());
-  if (coordinator_ != nullptr || welcome.cluster_id() == cluster_id_) return absl::OkStatus();
+  if (coordinator_ != nullptr || welcome.cluster_id() == cluster_id_)
+    return absl::OkStatus();
   cluster_id_ = welcome.cluster_id();
-  return WriteFileAtomically(options_.state_dir + kClusterFile, cluster_id_ + "\n");
+  return WriteFileAtomically(options_.state_dir + kClusterFile,
+                             cluster_id_ + "\n");
 }
 
 absl::Status DaemonImpl::StartServer() {
-  node_service_ =
-      std::make_unique<NodeServiceImpl>(coordinator_.get(), options_.coordinator_address);
-  admin_service_ =
-      std::make_unique<AdminServiceImpl>(access_, options_.node, options_.deadlines);
-  trainer_service_ =
-      std::make_unique<TrainerServiceImpl>(agent_.get(), access_, options_.deadlines);
+  node_service_ = std::make_unique<NodeServiceImpl>(
+      coordinator_.get(), options_.coordinator_address);
+  admin_service_ = std::make_unique<AdminServiceImpl>(access_, options_.node,
+                                                      options_.deadlines);
+  trainer_service_ = std::make_unique<TrainerServiceImpl>(agent_.get(), access_,
+                                                          options_.deadlines);
   replica_service_ = std::make_unique<ReplicaServiceImpl>(agent_.get());
 
   grpc::EnableDefaultHealthCheckService(true);
@@ -280,7 +299,8 @@ absl::Status DaemonImpl::StartServer() {
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
-  // Otherwise a second daemon could take the same port, and get half of the calls.
+  // Otherwise a second daemon could take the same port, and get half of the
+  // calls.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   // Clients may look after their connections as often as they like.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
@@ -290,9 +310,11 @@ absl::Status DaemonImpl::StartServer() {
   builder.RegisterService(node_service_.get());
   std::vector<int> ports(listen_.size());
   for (size_t i = 0; i < listen_.size(); ++i) {
-    builder.AddListeningPort(listen_[i].text(), grpc::InsecureServerCredentials(), &ports[i]);
+    builder.AddListeningPort(listen_[i].text(),
+                             grpc::InsecureServerCredentials(), &ports[i]);
   }
-  builder.AddListeningPort("unix:" + options_.unix_socket, grpc::InsecureServerCredentials());
+  builder.AddListeningPort("unix:" + options_.unix_socket,
+                           grpc::InsecureServerCredentials());
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) {
     // gRPC logs why, and returns nothing: look again.
@@ -300,14 +322,16 @@ absl::Status DaemonImpl::StartServer() {
       const absl::Status status = WhyNotListen(address);
       if (!status.ok()) return status;
     }
-    return ErrorStatus(absl::StatusCode::kUnavailable, "LISTEN_FAILED",
-                       absl::StrCat("cannot listen at ", options_.unix_socket,
-                                    "; may this process write to its directory?"));
+    return ErrorStatus(
+        absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+        absl::StrCat("cannot listen at ", options_.unix_socket,
+                     "; may this process write to its directory?"));
   }
   // Whoever may open it may replace weights: this user alone.
   if (chmod(options_.unix_socket.c_str(), 0600) != 0) {
-    return ErrorStatus(absl::StatusCode::kUnavailable, "LISTEN_FAILED",
-                       absl::StrCat("cannot set the mode of ", options_.unix_socket));
+    return ErrorStatus(
+        absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+        absl::StrCat("cannot set the mode of ", options_.unix_socket));
   }
   for (size_t i = 0; i < listen_.size(); ++i) {
     HostPort address = listen_[i];
@@ -319,8 +343,9 @@ absl::Status DaemonImpl::StartServer() {
   addresses_.data_address = endpoint_->address();
 
   // The embedded coordinator is reached as any other, without a socket.
-  agent_->Start(coordinator_ != nullptr ? server_->InProcessChannel(ChannelArguments())
-                                        : access_.remote);
+  agent_->Start(coordinator_ != nullptr
+                    ? server_->InProcessChannel(ChannelArguments())
+                    : access_.remote);
   return absl::OkStatus();
 }
 
@@ -337,7 +362,8 @@ absl::Status DaemonImpl::WriteReadyFile() {
       {"coordinator", coordinator_ != nullptr},
       {"coordinator_address", options_.coordinator_address},
   };
-  const absl::Status status = WriteFileAtomically(options_.ready_file, ready.dump(2) + "\n");
+  const absl::Status status =
+      WriteFileAtomically(options_.ready_file, ready.dump(2) + "\n");
   ready_written_ = status.ok();
   return status;
 }
@@ -349,13 +375,15 @@ void DaemonImpl::Shutdown() {
   if (server_ != nullptr && server_->GetHealthCheckService() != nullptr) {
     server_->GetHealthCheckService()->SetServingStatus(false);
   }
-  // First the one who decides: what follows must not look to it like a cluster that falls apart.
+  // First the one who decides: what follows must not look to it like a cluster
+  // that falls apart.
   if (coordinator_ != nullptr) coordinator_->Stop();
   if (node_service_ != nullptr) node_service_->Shutdown();
   if (admin_service_ != nullptr) admin_service_->Shutdown();
   if (agent_ != nullptr) agent_->Shutdown();
   if (server_ != nullptr) {
-    server_->Shutdown(absl::ToChronoTime(absl::Now() + options_.deadlines.shutdown));
+    server_->Shutdown(
+        absl::ToChronoTime(absl::Now() + options_.deadlines.shutdown));
     server_->Wait();
   }
   if (agent_ != nullptr) agent_->StopLoops();

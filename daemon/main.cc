@@ -1,7 +1,8 @@
 // weightsyncd: one for each node.
 //
-// Exit codes: 0 ended by SIGTERM, SIGINT or SIGHUP; 1 wrong flags; 2 could not start; 3 could not
-// start because another daemon has the socket, port or state directory.
+// Exit codes: 0 ended by SIGTERM, SIGINT or SIGHUP; 1 wrong flags; 2 could not
+// start; 3 could not start because another daemon has the socket, port or state
+// directory.
 
 #include <pthread.h>
 #include <signal.h>
@@ -26,8 +27,8 @@ constexpr int kInUse = 3;
 constexpr unsigned kShutdownSeconds = 30;
 
 int Fail(int code, const absl::Status& status) {
-  std::cerr << "weightsyncd: " << weightsync::ErrorReason(status) << ": " << status.message()
-            << "\n";
+  std::cerr << "weightsyncd: " << weightsync::ErrorReason(status) << ": "
+            << status.message() << "\n";
   return code;
 }
 
@@ -36,7 +37,8 @@ void RaiseDescriptorLimit() {
   rlimit limit;
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
   limit.rlim_cur = limit.rlim_max;
-  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) PLOG(WARNING) << "cannot raise RLIMIT_NOFILE";
+  if (setrlimit(RLIMIT_NOFILE, &limit) != 0)
+    PLOG(WARNING) << "cannot raise RLIMIT_NOFILE";
 }
 
 }  // namespace
@@ -44,10 +46,12 @@ void RaiseDescriptorLimit() {
 int main(int argc, char** argv) {
   weightsync::daemon::ParseCommandLine(&argc, &argv);
   google::InitGoogleLogging(argv[0]);
-  absl::StatusOr<weightsync::daemon::Options> options = weightsync::daemon::OptionsFromFlags();
+  absl::StatusOr<weightsync::daemon::Options> options =
+      weightsync::daemon::OptionsFromFlags();
   if (!options.ok()) return Fail(kWrongFlags, options.status());
 
-  // Before any thread, so that all inherit it: signals are taken here and nowhere else.
+  // Before any thread, so that all inherit it: signals are taken here and
+  // nowhere else.
   sigset_t signals;
   sigemptyset(&signals);
   for (int signal : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&signals, signal);
@@ -58,11 +62,14 @@ int main(int argc, char** argv) {
   absl::StatusOr<std::unique_ptr<weightsync::daemon::Daemon>> daemon =
       weightsync::daemon::Daemon::Start(*options);
   if (!daemon.ok()) {
-    if (absl::IsInvalidArgument(daemon.status())) return Fail(kWrongFlags, daemon.status());
-    return Fail(absl::IsAlreadyExists(daemon.status()) ? kInUse : kNotStarted, daemon.status());
+    if (absl::IsInvalidArgument(daemon.status()))
+      return Fail(kWrongFlags, daemon.status());
+    return Fail(absl::IsAlreadyExists(daemon.status()) ? kInUse : kNotStarted,
+                daemon.status());
   }
-  LOG(INFO) << "weightsyncd " << weightsync::daemon::kSoftwareVersion << " serves node "
-            << options->node << " at " << (*daemon)->addresses().unix_socket;
+  LOG(INFO) << "weightsyncd " << weightsync::daemon::kSoftwareVersion
+            << " serves node " << options->node << " at "
+            << (*daemon)->addresses().unix_socket;
   for (const std::string& address : (*daemon)->addresses().listen) {
     LOG(INFO) << "listening at " << address;
   }

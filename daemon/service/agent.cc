@@ -20,7 +20,8 @@ namespace {
 // A model whose last client has left keeps its place in the store for so long.
 constexpr absl::Duration kStoreLinger = absl::Minutes(10);
 
-Mover::Options MoverOptions(const Options& options, std::function<void(v1::NodeReport)> report) {
+Mover::Options MoverOptions(const Options& options,
+                            std::function<void(v1::NodeReport)> report) {
   Mover::Options mover;
   mover.node = options.node;
   mover.report = std::move(report);
@@ -36,7 +37,8 @@ Store::Options StoreOptions(const Options& options) {
   return store;
 }
 
-NodeLink::Options LinkOptions(const Options& options, const std::string& coordinator) {
+NodeLink::Options LinkOptions(const Options& options,
+                              const std::string& coordinator) {
   NodeLink::Options link;
   link.coordinator = coordinator;
   link.heartbeat_interval = options.deadlines.heartbeat_interval;
@@ -52,8 +54,11 @@ int64_t ResidentBytes() {
   while (std::getline(status, line)) {
     absl::string_view rest = line;
     int64_t value;
-    if ((absl::ConsumePrefix(&rest, "RssAnon:") || absl::ConsumePrefix(&rest, "RssFile:")) &&
-        absl::SimpleAtoi(absl::StripSuffix(absl::StripAsciiWhitespace(rest), " kB"), &value)) {
+    if ((absl::ConsumePrefix(&rest, "RssAnon:") ||
+         absl::ConsumePrefix(&rest, "RssFile:")) &&
+        absl::SimpleAtoi(
+            absl::StripSuffix(absl::StripAsciiWhitespace(rest), " kB"),
+            &value)) {
       kib += value;
     }
   }
@@ -70,15 +75,17 @@ Agent::Agent(const Options& options, Parts parts)
       store_(StoreOptions(options_), parts_.memory, this),
       mover_(MoverOptions(options_,
                           [this](v1::NodeReport report) {
-                            loop_.Post([this, report = std::move(report)]() mutable {
-                              link_.Report(std::move(report));
-                            });
+                            loop_.Post(
+                                [this, report = std::move(report)]() mutable {
+                                  link_.Report(std::move(report));
+                                });
                           }),
              &layouts_, &store_, parts_.memory, parts_.groups),
       link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
       room_(&store_, &loop_, &reserving_, kStoreLinger),
-      context_{&options_, &loop_,  &data_,  &reserving_, &copies_,       &link_,
-               &layouts_, &store_, &room_, &mover_,     parts_.memory, parts_.processes},
+      context_{&options_, &loop_,  &data_,        &reserving_,
+               &copies_,  &link_,  &layouts_,     &store_,
+               &room_,    &mover_, parts_.memory, parts_.processes},
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
@@ -124,9 +131,11 @@ v1::Hello Agent::MakeHello() {
   hello.set_cluster_id(cluster_id_);
   hello.set_newest_term(newest_term_);
   hello.set_data_address(parts_.groups->address());
-  for (const auto& label : options_.labels) (*hello.mutable_labels())[label.first] = label.second;
+  for (const auto& label : options_.labels)
+    (*hello.mutable_labels())[label.first] = label.second;
   *hello.mutable_memory() = MemoryUse();
-  for (v1::HeldUpdate& held : store_.HeldUpdates()) *hello.add_held_updates() = std::move(held);
+  for (v1::HeldUpdate& held : store_.HeldUpdates())
+    *hello.add_held_updates() = std::move(held);
   return hello;
 }
 
@@ -153,27 +162,30 @@ void Agent::OnWelcome(const v1::Welcome& welcome) {
   if (welcome.term() > newest_term_) {
     if (newest_term_ > 0) {
       // What the coordinator before it had begun and not decided is over.
-      mover_.AbandonUpdates(ErrorStatus(
-          absl::StatusCode::kAborted, "COORDINATOR_RESTARTED",
-          "the coordinator was started again while the update moved; publish again"));
+      mover_.AbandonUpdates(
+          ErrorStatus(absl::StatusCode::kAborted, "COORDINATOR_RESTARTED",
+                      "the coordinator was started again while the update "
+                      "moved; publish again"));
     }
     newest_term_ = welcome.term();
   }
-  LOG(INFO) << "node " << options_.node << " is in cluster " << cluster_id_ << ", coordinator "
-            << welcome.coordinator() << ", term " << welcome.term();
+  LOG(INFO) << "node " << options_.node << " is in cluster " << cluster_id_
+            << ", coordinator " << welcome.coordinator() << ", term "
+            << welcome.term();
   trainers_.Announce();
   replicas_.Announce();
 }
 
 void Agent::OnLost(const absl::Status& why) {
-  // The coordinator waits for us as long; after that it has given up what we were in.
+  // The coordinator waits for us as long; after that it has given up what we
+  // were in.
   const uint64_t loss = ++losses_;
   loop_.PostAfter(options_.deadlines.node_reconnect_grace, [this, loss, why] {
     if (loss != losses_) return;
-    mover_.AbandonUpdates(
-        ErrorStatus(absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
-                    absl::StrCat("node ", options_.node, " has lost the coordinator: ",
-                                 why.message())));
+    mover_.AbandonUpdates(ErrorStatus(
+        absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
+        absl::StrCat("node ", options_.node,
+                     " has lost the coordinator: ", why.message())));
   });
 }
 
@@ -183,7 +195,8 @@ void Agent::OnCommand(v1::NodeCommand command) {
       data_.Post([this, command = std::move(command)] {
         const absl::Status status = layouts_.Define(command.define_layout());
         LOG_IF(ERROR, !status.ok())
-            << "layout " << command.define_layout().layout_id() << ": " << status;
+            << "layout " << command.define_layout().layout_id() << ": "
+            << status;
       });
       return;
     case v1::NodeCommand::kPrepareUpdate:
@@ -192,8 +205,9 @@ void Agent::OnCommand(v1::NodeCommand command) {
       });
       return;
     case v1::NodeCommand::kMoveUpdate:
-      data_.Post(
-          [this, command = std::move(command)] { mover_.MoveUpdate(command.move_update()); });
+      data_.Post([this, command = std::move(command)] {
+        mover_.MoveUpdate(command.move_update());
+      });
       return;
     case v1::NodeCommand::kUpdateManifest:
       data_.Post([this, command = std::move(command)] {
@@ -201,7 +215,9 @@ void Agent::OnCommand(v1::NodeCommand command) {
       });
       return;
     case v1::NodeCommand::kEndUpdate:
-      data_.Post([this, command = std::move(command)] { mover_.EndUpdate(command.end_update()); });
+      data_.Post([this, command = std::move(command)] {
+        mover_.EndUpdate(command.end_update());
+      });
       return;
     case v1::NodeCommand::kPauseReplica:
       replicas_.Pause(command.pause_replica());
@@ -220,7 +236,8 @@ void Agent::OnCommand(v1::NodeCommand command) {
       return;
     default:
       // Of a newer coordinator that speaks our version: it can do without us.
-      LOG(WARNING) << "a command that this node does not know: " << command.ShortDebugString();
+      LOG(WARNING) << "a command that this node does not know: "
+                   << command.ShortDebugString();
   }
 }
 
@@ -232,7 +249,8 @@ void Agent::OnArenaDropped(const std::string& arena_id) {
   loop_.Post([this, arena_id] { replicas_.ArenaDropped(arena_id); });
 }
 
-void Agent::OnUpdateEvicted(const std::string& model, const std::string& update_id) {
+void Agent::OnUpdateEvicted(const std::string& model,
+                            const std::string& update_id) {
   loop_.Post([this, model, update_id] {
     v1::NodeReport report;
     report.mutable_update_evicted()->set_model(model);
@@ -244,7 +262,8 @@ void Agent::OnUpdateEvicted(const std::string& model, const std::string& update_
 void Agent::CheckLeases() {
   const absl::Time now = absl::Now();
   const Deadlines& deadlines = options_.deadlines;
-  // When this process stood still itself, its clients' words still lie in the sockets.
+  // When this process stood still itself, its clients' words still lie in the
+  // sockets.
   if (now - last_check_ > deadlines.heartbeat / 2) {
     trainers_.ForgiveSilence(now);
     replicas_.ForgiveSilence(now);
@@ -252,8 +271,9 @@ void Agent::CheckLeases() {
   last_check_ = now;
   trainers_.CheckLeases(now);
   replicas_.CheckLeases(now);
-  loop_.PostAfter(std::min(deadlines.heartbeat_interval, deadlines.heartbeat / 8),
-                  [this] { CheckLeases(); });
+  loop_.PostAfter(
+      std::min(deadlines.heartbeat_interval, deadlines.heartbeat / 8),
+      [this] { CheckLeases(); });
 }
 
 }  // namespace daemon

@@ -1,7 +1,8 @@
-// The node: its clients' sessions, its store and mover, and its link to the coordinator, on one
-// loop. Whatever may take long happens elsewhere: on the loop for data (layouts, plans, the
-// mover's commands, in the coordinator's order), on the one that faults memory in, on threads that
-// copy tensors out, on the mover's own.
+// The node: its clients' sessions, its store and mover, and its link to the
+// coordinator, on one loop. Whatever may take long happens elsewhere: on the
+// loop for data (layouts, plans, the mover's commands, in the coordinator's
+// order), on the one that faults memory in, on threads that copy tensors out,
+// on the mover's own.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_AGENT_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_AGENT_H_
@@ -41,8 +42,8 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
     std::string coordinator;
     // Of the cluster that this node belonged to before; empty: none.
     std::string cluster_id;
-    // Called on the agent's loop when the coordinator has welcomed the node. An error ends the
-    // stream, and another attempt is made later.
+    // Called on the agent's loop when the coordinator has welcomed the node. An
+    // error ends the stream, and another attempt is made later.
     std::function<absl::Status(const v1::Welcome&)> welcomed;
   };
 
@@ -56,8 +57,9 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // `coordinator`: the channel to it. Once.
   void Start(std::shared_ptr<grpc::Channel> coordinator);
 
-  // Ends all clients' streams with UNAVAILABLE (SHUTTING_DOWN) and waits until what runs has ended.
-  // The loop itself goes on, for streams that still close; see StopLoops.
+  // Ends all clients' streams with UNAVAILABLE (SHUTTING_DOWN) and waits until
+  // what runs has ended. The loop itself goes on, for streams that still close;
+  // see StopLoops.
   void Shutdown();
   // When no stream is left. Idempotent.
   void StopLoops();
@@ -79,7 +81,8 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // Store::Observer, on any thread.
   void OnArenaAdded(const std::string& arena_id) override;
   void OnArenaDropped(const std::string& arena_id) override;
-  void OnUpdateEvicted(const std::string& model, const std::string& update_id) override;
+  void OnUpdateEvicted(const std::string& model,
+                       const std::string& update_id) override;
 
   void CheckLeases();
   v1::MemoryUse MemoryUse();
@@ -88,8 +91,8 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   const Parts parts_;
   const std::string incarnation_;
 
-  // Destroyed in the opposite order: sessions and pins before the store, loops first of all are
-  // stopped in Shutdown and StopLoops.
+  // Destroyed in the opposite order: sessions and pins before the store, loops
+  // first of all are stopped in Shutdown and StopLoops.
   LayoutBook layouts_;
   Loop loop_{"ws-node"};
   Loop data_{"ws-data"};
@@ -106,7 +109,8 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   std::string cluster_id_;
   int64_t newest_term_ = 0;
   absl::Time last_check_;
-  // Counts losses of the coordinator: a grace period that was begun for an older one is void.
+  // Counts losses of the coordinator: a grace period that was begun for an
+  // older one is void.
   uint64_t losses_ = 0;
   bool started_ = false;
   bool shut_down_ = false;

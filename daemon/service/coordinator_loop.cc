@@ -25,8 +25,10 @@ absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
   absl::StatusOr<std::unique_ptr<Journal>> journal =
       Journal::Open(state_dir, absl::Now(), options.request_ttl);
   if (!journal.ok()) return journal.status();
-  auto loop = absl::WrapUnique(new CoordinatorLoop(std::move(options), *std::move(journal)));
-  // Before anybody else can reach it, so that term and cluster_id are constant from here on.
+  auto loop = absl::WrapUnique(
+      new CoordinatorLoop(std::move(options), *std::move(journal)));
+  // Before anybody else can reach it, so that term and cluster_id are constant
+  // from here on.
   absl::Notification started;
   CoordinatorLoop* self = loop.get();
   self->loop_.Post([self, &started] {
@@ -40,14 +42,17 @@ absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
   return loop;
 }
 
-CoordinatorLoop::CoordinatorLoop(CoordinatorOptions options, std::unique_ptr<Journal> journal)
-    : journal_(std::move(journal)), coordinator_(std::move(options), journal_->recovered()) {}
+CoordinatorLoop::CoordinatorLoop(CoordinatorOptions options,
+                                 std::unique_ptr<Journal> journal)
+    : journal_(std::move(journal)),
+      coordinator_(std::move(options), journal_->recovered()) {}
 
 CoordinatorLoop::~CoordinatorLoop() { Stop(); }
 
 std::string CoordinatorLoop::Connected(NodePeer peer) {
   std::string stream = absl::StrCat("s", next_stream_.fetch_add(1));
-  loop_.Post([this, stream, peer = std::move(peer)] { peers_.emplace(stream, peer); });
+  loop_.Post(
+      [this, stream, peer = std::move(peer)] { peers_.emplace(stream, peer); });
   return stream;
 }
 
@@ -70,16 +75,20 @@ void CoordinatorLoop::Ask(Query query) {
   loop_.Post([this, query = std::move(query)] { query(coordinator_, Now()); });
 }
 
-void CoordinatorLoop::Prepare(v1::PrepareRequest request, absl::Time deadline,
-                              std::function<void(absl::StatusOr<v1::PrepareResponse>)> done) {
-  loop_.Post([this, request = std::move(request), deadline, done = std::move(done)] {
+void CoordinatorLoop::Prepare(
+    v1::PrepareRequest request, absl::Time deadline,
+    std::function<void(absl::StatusOr<v1::PrepareResponse>)> done) {
+  loop_.Post([this, request = std::move(request), deadline,
+              done = std::move(done)] {
     const int64_t id = next_prepare_++;
     PendingPrepare pending;
     pending.done = done;
     pending.timer = loop_.PostAt(deadline, [this, id] {
-      FinishPrepare(id, ErrorStatus(absl::StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
-                                    "the nodes were not ready before the deadline; look at their "
-                                    "states and call again"));
+      FinishPrepare(
+          id, ErrorStatus(
+                  absl::StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
+                  "the nodes were not ready before the deadline; look at their "
+                  "states and call again"));
     });
     prepares_.emplace(id, std::move(pending));
     Do(coordinator_.OnPrepareRequest(Now(), id, request));
@@ -88,7 +97,9 @@ void CoordinatorLoop::Prepare(v1::PrepareRequest request, absl::Time deadline,
 
 CoordinatorLoop::WatcherId CoordinatorLoop::Watch(Watcher watcher) {
   const WatcherId id = next_watcher_.fetch_add(1);
-  loop_.Post([this, id, watcher = std::move(watcher)] { watchers_.emplace(id, watcher); });
+  loop_.Post([this, id, watcher = std::move(watcher)] {
+    watchers_.emplace(id, watcher);
+  });
   return id;
 }
 
@@ -113,12 +124,14 @@ absl::Time CoordinatorLoop::Now() {
 }
 
 void CoordinatorLoop::Tick() {
-  // Timers run after what was queued before: a report that has arrived is never missed here.
+  // Timers run after what was queued before: a report that has arrived is never
+  // missed here.
   Do(coordinator_.OnTick(Now()));
   loop_.PostAfter(kTick, [this] { Tick(); });
 }
 
-void CoordinatorLoop::FinishPrepare(int64_t request, absl::StatusOr<v1::PrepareResponse> result) {
+void CoordinatorLoop::FinishPrepare(
+    int64_t request, absl::StatusOr<v1::PrepareResponse> result) {
   auto it = prepares_.find(request);
   if (it == prepares_.end()) return;
   PendingPrepare pending = std::move(it->second);
@@ -140,9 +153,10 @@ void CoordinatorLoop::Do(Actions actions) {
       closing.close(FromFailure(close->failure));
     } else if (auto* append = absl::get_if<JournalAppend>(&action)) {
       const absl::Status status = journal_->Append(append->record);
-      // Nobody may hear of what is not on the disk, and nothing is known about what is: the next
-      // start finds out.
-      if (!status.ok()) LOG(FATAL) << "the journal cannot be written: " << status;
+      // Nobody may hear of what is not on the disk, and nothing is known about
+      // what is: the next start finds out.
+      if (!status.ok())
+        LOG(FATAL) << "the journal cannot be written: " << status;
     } else if (auto* change = absl::get_if<VersionChanged>(&action)) {
       // A watcher may end itself.
       std::vector<Watcher> watchers;

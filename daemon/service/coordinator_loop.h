@@ -1,9 +1,11 @@
-// Carries out what the coordinator decides: one thread, a clock, the journal, and the streams of
-// the nodes. The coordinator itself (daemon/coordinator) has none of these.
+// Carries out what the coordinator decides: one thread, a clock, the journal,
+// and the streams of the nodes. The coordinator itself (daemon/coordinator) has
+// none of these.
 //
-// Actions are carried out in the order given, a journal record being on the disk before anything
-// after it is told to anybody. When the disk fails, the process ends at once and says nothing:
-// what it would say might be forgotten by its successor.
+// Actions are carried out in the order given, a journal record being on the
+// disk before anything after it is told to anybody. When the disk fails, the
+// process ends at once and says nothing: what it would say might be forgotten
+// by its successor.
 //
 // Nothing that runs on the loop waits for a network or a client.
 
@@ -33,19 +35,21 @@ namespace daemon {
 // Thread-safe. Never blocks its callers.
 class CoordinatorLoop {
  public:
-  // The coordinator's way to one node. Both are called on the loop and must not block.
+  // The coordinator's way to one node. Both are called on the loop and must not
+  // block.
   struct NodePeer {
     std::function<void(v1::NodeCommand)> send;
     std::function<void(const absl::Status&)> close;
   };
-  using Query = std::function<void(const Coordinator& coordinator, absl::Time now)>;
+  using Query =
+      std::function<void(const Coordinator& coordinator, absl::Time now)>;
   using Watcher = std::function<void(const VersionChanged& change)>;
   using WatcherId = uint64_t;
 
-  // Opens the journal in `state_dir`, which must exist, and takes the next term. Errors of
-  // Journal::Open.
-  static absl::StatusOr<std::unique_ptr<CoordinatorLoop>> Start(CoordinatorOptions options,
-                                                                const std::string& state_dir);
+  // Opens the journal in `state_dir`, which must exist, and takes the next
+  // term. Errors of Journal::Open.
+  static absl::StatusOr<std::unique_ptr<CoordinatorLoop>> Start(
+      CoordinatorOptions options, const std::string& state_dir);
   // As Stop.
   ~CoordinatorLoop();
   CoordinatorLoop(const CoordinatorLoop&) = delete;
@@ -62,12 +66,13 @@ class CoordinatorLoop {
 
   // Calls `query` on the loop, where it must not block.
   void Ask(Query query);
-  // Calls `done` on the loop. DEADLINE_EXCEEDED (PREPARE_TIMEOUT) at the deadline.
+  // Calls `done` on the loop. DEADLINE_EXCEEDED (PREPARE_TIMEOUT) at the
+  // deadline.
   void Prepare(v1::PrepareRequest request, absl::Time deadline,
                std::function<void(absl::StatusOr<v1::PrepareResponse>)> done);
 
-  // Calls `watcher` on the loop at every change of any version, until Unwatch. After Unwatch it may
-  // be called once more.
+  // Calls `watcher` on the loop at every change of any version, until Unwatch.
+  // After Unwatch it may be called once more.
   WatcherId Watch(Watcher watcher);
   void Unwatch(WatcherId id);
 
@@ -89,7 +94,8 @@ class CoordinatorLoop {
   void Do(Actions actions);
   void Tick();
   absl::Time Now();
-  void FinishPrepare(int64_t request, absl::StatusOr<v1::PrepareResponse> result);
+  void FinishPrepare(int64_t request,
+                     absl::StatusOr<v1::PrepareResponse> result);
 
   Loop loop_{"ws-coordinator"};
   const std::unique_ptr<Journal> journal_;

@@ -1,4 +1,5 @@
-// Calls that a daemon which is not the coordinator hands on to it, with the caller's deadline.
+// Calls that a daemon which is not the coordinator hands on to it, with the
+// caller's deadline.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_FORWARD_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_FORWARD_H_
@@ -18,17 +19,20 @@
 namespace weightsync {
 namespace daemon {
 
-// Marks a call that was handed on once: two daemons that take each other for the coordinator would
-// hand it to and fro.
+// Marks a call that was handed on once: two daemons that take each other for
+// the coordinator would hand it to and fro.
 inline constexpr char kForwardedKey[] = "weightsync-forwarded";
 
-// FAILED_PRECONDITION (NOT_COORDINATOR) for a call that another daemon handed to this one, which
-// is no coordinator either.
-inline absl::Status CheckNotForwarded(const grpc::CallbackServerContext& context) {
-  if (context.client_metadata().count(kForwardedKey) == 0) return absl::OkStatus();
-  return ErrorStatus(absl::StatusCode::kFailedPrecondition, "NOT_COORDINATOR",
-                     "a daemon takes this one for the coordinator, which it is not; mend its "
-                     "--coordinator_address");
+// FAILED_PRECONDITION (NOT_COORDINATOR) for a call that another daemon handed
+// to this one, which is no coordinator either.
+inline absl::Status CheckNotForwarded(
+    const grpc::CallbackServerContext& context) {
+  if (context.client_metadata().count(kForwardedKey) == 0)
+    return absl::OkStatus();
+  return ErrorStatus(
+      absl::StatusCode::kFailedPrecondition, "NOT_COORDINATOR",
+      "a daemon takes this one for the coordinator, which it is not; mend its "
+      "--coordinator_address");
 }
 
 inline void PrepareForward(absl::Time deadline, grpc::ClientContext* context) {
@@ -36,30 +40,33 @@ inline void PrepareForward(absl::Time deadline, grpc::ClientContext* context) {
   context->AddMetadata(kForwardedKey, "1");
 }
 
-// What a weightsync server said stays as it is; what gRPC says about the way to it becomes
-// COORDINATOR_UNREACHABLE.
-inline grpc::Status ForwardedStatus(const grpc::Status& status, const std::string& coordinator) {
+// What a weightsync server said stays as it is; what gRPC says about the way to
+// it becomes COORDINATOR_UNREACHABLE.
+inline grpc::Status ForwardedStatus(const grpc::Status& status,
+                                    const std::string& coordinator) {
   if (status.ok() || !status.error_details().empty() ||
       status.error_code() == grpc::StatusCode::CANCELLED) {
     return status;
   }
   if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
-    return ToGrpcStatus(ErrorStatus(
-        absl::StatusCode::kDeadlineExceeded, "CALL_TIMEOUT",
-        absl::StrCat("the coordinator (", coordinator, ") did not answer before the deadline")));
+    return ToGrpcStatus(
+        ErrorStatus(absl::StatusCode::kDeadlineExceeded, "CALL_TIMEOUT",
+                    absl::StrCat("the coordinator (", coordinator,
+                                 ") did not answer before the deadline")));
   }
   if (status.error_code() == grpc::StatusCode::UNAVAILABLE) {
-    return ToGrpcStatus(ErrorStatus(absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
-                                    absl::StrCat("the coordinator (", coordinator,
-                                                 ") cannot be reached now: ",
-                                                 status.error_message(),
-                                                 "; try again with a back-off")));
+    return ToGrpcStatus(ErrorStatus(
+        absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
+        absl::StrCat("the coordinator (", coordinator,
+                     ") cannot be reached now: ", status.error_message(),
+                     "; try again with a back-off")));
   }
   return status;
 }
 
-// `call` makes the call on a stub: (context, request, response, callback). `grace`: how much longer
-// than the answer's deadline to wait, where the coordinator keeps to a time in the request.
+// `call` makes the call on a stub: (context, request, response, callback).
+// `grace`: how much longer than the answer's deadline to wait, where the
+// coordinator keeps to a time in the request.
 template <typename Request, typename Response, typename Call>
 void Forward(std::shared_ptr<Answer<Response>> answer, const Request& request,
              const std::string& coordinator, absl::Duration grace, Call call) {

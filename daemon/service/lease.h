@@ -1,5 +1,6 @@
-// What a client's open stream gives it: a place in the cluster for as long as it shows that it
-// lives. A lease ends with its stream, without heartbeats, and with its process.
+// What a client's open stream gives it: a place in the cluster for as long as
+// it shows that it lives. A lease ends with its stream, without heartbeats, and
+// with its process.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_LEASE_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_LEASE_H_
@@ -35,7 +36,8 @@ struct Lease {
   bool accepted = false;
   absl::Time opened = absl::Now();
   absl::Time last_heard = absl::Now();
-  // The process that is watched, and that memory is offered to; 0 where nobody knows it.
+  // The process that is watched, and that memory is offered to; 0 where nobody
+  // knows it.
   ProcessWatcher::WatchId watch = 0;
   pid_t process = 0;
 
@@ -44,26 +46,30 @@ struct Lease {
     const Deadlines& deadlines = node.options->deadlines;
     if (!accepted && now - opened > deadlines.registration) {
       if (!named) {
-        return ErrorStatus(absl::StatusCode::kDeadlineExceeded, "REGISTRATION_MISSING",
-                           "the stream was opened, but no registration came on it");
+        return ErrorStatus(
+            absl::StatusCode::kDeadlineExceeded, "REGISTRATION_MISSING",
+            "the stream was opened, but no registration came on it");
       }
-      return node.link->up()
-                 ? ErrorStatus(absl::StatusCode::kUnavailable, "REGISTRATION_TIMEOUT",
-                               "the coordinator did not answer in time; register again later")
-                 : node.link->DownStatus();
+      return node.link->up() ? ErrorStatus(absl::StatusCode::kUnavailable,
+                                           "REGISTRATION_TIMEOUT",
+                                           "the coordinator did not answer in "
+                                           "time; register again later")
+                             : node.link->DownStatus();
     }
     if (accepted && now - last_heard > deadlines.heartbeat) {
-      return ErrorStatus(absl::StatusCode::kDeadlineExceeded, "HEARTBEAT_LOST",
-                         absl::StrCat("nothing was heard for ",
-                                      absl::FormatDuration(now - last_heard), ", more than ",
-                                      absl::FormatDuration(deadlines.heartbeat),
-                                      "; the lease is over, register again"));
+      return ErrorStatus(
+          absl::StatusCode::kDeadlineExceeded, "HEARTBEAT_LOST",
+          absl::StrCat("nothing was heard for ",
+                       absl::FormatDuration(now - last_heard), ", more than ",
+                       absl::FormatDuration(deadlines.heartbeat),
+                       "; the lease is over, register again"));
     }
     return absl::OkStatus();
   }
 };
 
-// Has `ended` called on the loop when process `pid` ends; 0 for a client that does not say.
+// Has `ended` called on the loop when process `pid` ends; 0 for a client that
+// does not say.
 template <typename In, typename Out>
 void WatchProcess(const NodeContext& node, int pid, Lease<In, Out>* lease,
                   std::function<void(const absl::Status&)> ended) {
@@ -79,14 +85,17 @@ void WatchProcess(const NodeContext& node, int pid, Lease<In, Out>* lease,
     lease->watch = *watch;
     lease->process = pid;
   } else {
-    // Perhaps it counts in another pid namespace. Its stream and heartbeats remain.
+    // Perhaps it counts in another pid namespace. Its stream and heartbeats
+    // remain.
     LOG(WARNING) << watch.status();
   }
 }
 
-// Ends the stream with `status`, and cuts it off when the client does not read that in time.
+// Ends the stream with `status`, and cuts it off when the client does not read
+// that in time.
 template <typename In, typename Out>
-void EndStream(const NodeContext& node, const Lease<In, Out>& lease, const absl::Status& status) {
+void EndStream(const NodeContext& node, const Lease<In, Out>& lease,
+               const absl::Status& status) {
   node.processes->Unwatch(lease.watch);
   lease.stream->Finish(status);
   std::weak_ptr<ServerStream<In, Out>> weak = lease.stream;

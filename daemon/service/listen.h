@@ -32,23 +32,27 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view text);
 // A numeric host without a port.
 absl::StatusOr<HostPort> ParseHost(absl::string_view text);
 
-// FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines can reach, unless it
-// was allowed. `flag`: for the sentence.
-absl::Status CheckReach(const HostPort& address, bool insecure, absl::string_view flag);
+// FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines
+// can reach, unless it was allowed. `flag`: for the sentence.
+absl::Status CheckReach(const HostPort& address, bool insecure,
+                        absl::string_view flag);
 
 // Why nothing can listen at `address`, when it was found that nothing can:
-//   ALREADY_EXISTS (SOCKET_IN_USE), or UNAVAILABLE (LISTEN_FAILED) with what the system says.
+//   ALREADY_EXISTS (SOCKET_IN_USE), or UNAVAILABLE (LISTEN_FAILED) with what
+//   the system says.
 // OK when it can now.
 absl::Status WhyNotListen(const HostPort& address);
 
 // Makes `directory` and those above it. UNAVAILABLE (DIRECTORY_FAILED).
 absl::Status MakeDirectories(const std::string& directory, int mode);
 
-// The right of this process to a directory; ends with the object or the process.
+// The right of this process to a directory; ends with the object or the
+// process.
 class DirectoryClaim {
  public:
   // ALREADY_EXISTS (STATE_DIR_IN_USE), UNAVAILABLE (DIRECTORY_FAILED).
-  static absl::StatusOr<std::unique_ptr<DirectoryClaim>> Take(const std::string& directory);
+  static absl::StatusOr<std::unique_ptr<DirectoryClaim>> Take(
+      const std::string& directory);
   ~DirectoryClaim();
   DirectoryClaim(const DirectoryClaim&) = delete;
   DirectoryClaim& operator=(const DirectoryClaim&) = delete;
@@ -58,10 +62,12 @@ class DirectoryClaim {
   const int fd_;
 };
 
-// The whole file, or nothing, is at `path` afterwards, also after a power cut. UNAVAILABLE
-// (FILE_FAILED).
-absl::Status WriteFileAtomically(const std::string& path, absl::string_view contents);
-// Empty where there is none. UNAVAILABLE (FILE_FAILED) when it is there and cannot be read.
+// The whole file, or nothing, is at `path` afterwards, also after a power cut.
+// UNAVAILABLE (FILE_FAILED).
+absl::Status WriteFileAtomically(const std::string& path,
+                                 absl::string_view contents);
+// Empty where there is none. UNAVAILABLE (FILE_FAILED) when it is there and
+// cannot be read.
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path);
 
 }  // namespace daemon

@@ -31,9 +31,11 @@ TEST(ListenTest, Addresses) {
   EXPECT_TRUE(v6->loopback);
   EXPECT_EQ(v6->text(), "[::1]:0");
   EXPECT_EQ(ParseHostPort("localhost:1")->text(), "127.0.0.1:1");
-  for (const char* bad : {"", "127.0.0.1", ":1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1",
-                          "example.org:80", "::1:80", "[::1:80", "[127.0.0.1]:80", "1.2.3:4"}) {
-    EXPECT_EQ(ErrorReason(ParseHostPort(bad).status()), "ADDRESS_INVALID") << bad;
+  for (const char* bad :
+       {"", "127.0.0.1", ":1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1",
+        "example.org:80", "::1:80", "[::1:80", "[127.0.0.1]:80", "1.2.3:4"}) {
+    EXPECT_EQ(ErrorReason(ParseHostPort(bad).status()), "ADDRESS_INVALID")
+        << bad;
   }
 }
 
@@ -41,7 +43,9 @@ TEST(ListenTest, WhatOthersCanReachNeedsToBeAllowed) {
   for (const char* open : {"0.0.0.0:1", "[::]:1", "10.1.2.3:1"}) {
     const auto address = ParseHostPort(open);
     ASSERT_TRUE(address.ok());
-    EXPECT_EQ(ErrorReason(CheckReach(*address, false, "listen")), "INSECURE_REQUIRED") << open;
+    EXPECT_EQ(ErrorReason(CheckReach(*address, false, "listen")),
+              "INSECURE_REQUIRED")
+        << open;
     EXPECT_TRUE(CheckReach(*address, true, "listen").ok());
   }
   EXPECT_TRUE(CheckReach(*ParseHostPort("127.9.9.9:1"), false, "listen").ok());
@@ -52,7 +56,8 @@ TEST(ListenTest, SaysWhyNothingCanListen) {
   sockaddr_in address = {};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)),
+            0);
   ASSERT_EQ(listen(fd, 1), 0);
   socklen_t size = sizeof(address);
   getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size);
@@ -62,7 +67,8 @@ TEST(ListenTest, SaysWhyNothingCanListen) {
   EXPECT_EQ(ErrorReason(WhyNotListen(taken)), "SOCKET_IN_USE");
   close(fd);
   // TEST-NET-1: nobody has it.
-  EXPECT_EQ(ErrorReason(WhyNotListen(*ParseHostPort("192.0.2.1:0"))), "LISTEN_FAILED");
+  EXPECT_EQ(ErrorReason(WhyNotListen(*ParseHostPort("192.0.2.1:0"))),
+            "LISTEN_FAILED");
 }
 
 TEST(ListenTest, ADirectoryHasOneOwner) {
@@ -71,10 +77,12 @@ TEST(ListenTest, ADirectoryHasOneOwner) {
   ASSERT_TRUE(MakeDirectories(directory, 0700).ok());
   auto first = DirectoryClaim::Take(directory);
   ASSERT_TRUE(first.ok());
-  EXPECT_EQ(ErrorReason(DirectoryClaim::Take(directory).status()), "STATE_DIR_IN_USE");
+  EXPECT_EQ(ErrorReason(DirectoryClaim::Take(directory).status()),
+            "STATE_DIR_IN_USE");
   first->reset();
   EXPECT_TRUE(DirectoryClaim::Take(directory).ok());
-  EXPECT_EQ(ErrorReason(DirectoryClaim::Take(directory + "/none").status()), "DIRECTORY_FAILED");
+  EXPECT_EQ(ErrorReason(DirectoryClaim::Take(directory + "/none").status()),
+            "DIRECTORY_FAILED");
 }
 
 TEST(ListenTest, FilesAreWrittenWhole) {
@@ -83,7 +91,8 @@ TEST(ListenTest, FilesAreWrittenWhole) {
   ASSERT_TRUE(WriteFileAtomically(path, "one").ok());
   ASSERT_TRUE(WriteFileAtomically(path, "two").ok());
   EXPECT_EQ(*ReadSmallFile(path), "two");
-  EXPECT_EQ(ErrorReason(WriteFileAtomically("/nowhere/at/all", "x")), "FILE_FAILED");
+  EXPECT_EQ(ErrorReason(WriteFileAtomically("/nowhere/at/all", "x")),
+            "FILE_FAILED");
 }
 
 }  // namespace

@@ -71,7 +71,8 @@ TEST(LoopTest, StopRunsWhatWasPostedAndDestroysWhatComesLater) {
 TEST(TaskThreadsTest, TasksThatBlockDoNotHoldOthersUp) {
   TaskThreads threads("test");
   absl::Notification release, done;
-  for (int i = 0; i < 5; ++i) threads.Run([&] { release.WaitForNotification(); });
+  for (int i = 0; i < 5; ++i)
+    threads.Run([&] { release.WaitForNotification(); });
   threads.Run([&] { done.Notify(); });
   EXPECT_TRUE(done.WaitForNotificationWithTimeout(kLong));
   release.Notify();
@@ -92,7 +93,8 @@ TEST(ProcessWatcherTest, SaysThatAProcessHasEnded) {
   kill(child, SIGKILL);
   EXPECT_TRUE(ended.WaitForNotificationWithTimeout(kLong));
   waitpid(child, nullptr, 0);
-  EXPECT_EQ(ErrorReason((*watcher)->Watch(child, [] {}).status()), "PROCESS_UNKNOWN");
+  EXPECT_EQ(ErrorReason((*watcher)->Watch(child, [] {}).status()),
+            "PROCESS_UNKNOWN");
 }
 
 TEST(ProcessWatcherTest, UnwatchedProcessesAreNotSpokenOf) {

@@ -35,22 +35,26 @@ absl::Status ApiStatus(const absl::Status& status) {
   const std::string reason = ErrorReason(status);
   for (const Rename& rename : kRenames) {
     if (reason != rename.from) continue;
-    // Asking for less, or for what is there, is the caller's to do: OUT_OF_RANGE says the same.
-    const absl::StatusCode code = absl::IsOutOfRange(status) ? absl::StatusCode::kInvalidArgument
-                                                             : status.code();
+    // Asking for less, or for what is there, is the caller's to do:
+    // OUT_OF_RANGE says the same.
+    const absl::StatusCode code = absl::IsOutOfRange(status)
+                                      ? absl::StatusCode::kInvalidArgument
+                                      : status.code();
     return ErrorStatus(code, rename.to, status.message());
   }
   return status;
 }
 
-absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory, const std::string& arena_id,
-                                          const transport::Segment& segment, pid_t pid,
-                                          bool read_only) {
+absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory,
+                                          const std::string& arena_id,
+                                          const transport::Segment& segment,
+                                          pid_t pid, bool read_only) {
   transport::ExportOptions options;
   options.read_only = read_only;
   if (pid > 0) options.pid = pid;
   options.ttl = kTokenTtl;
-  absl::StatusOr<transport::MemoryTicket> ticket = memory->Export(segment, options);
+  absl::StatusOr<transport::MemoryTicket> ticket =
+      memory->Export(segment, options);
   if (!ticket.ok()) return ApiStatus(ticket.status());
   v1::ArenaOffer offer;
   offer.set_arena_id(arena_id);
@@ -60,7 +64,7 @@ absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory, const std::
   offer.set_size_bytes(offer.data_offset_bytes() + segment.bytes());
   offer.set_descriptor_socket(ticket->address);
   offer.set_token(ticket->token);
-  *offer.mutable_expire_time() = ToProto(absl::Now() + kTokenTtl);
+  *offer.mutable_expire_time() = EncodeTime(absl::Now() + kTokenTtl);
   offer.set_read_only(read_only);
   return offer;
 }

@@ -23,7 +23,8 @@ struct NodeContext {
   const Options* options = nullptr;
   // Whatever sessions are is touched on this loop alone.
   Loop* loop = nullptr;
-  // Commands about layouts and updates, in the order in which the coordinator gave them.
+  // Commands about layouts and updates, in the order in which the coordinator
+  // gave them.
   Loop* data = nullptr;
   // What faults memory in, or gives it back.
   Loop* reserving = nullptr;
@@ -38,13 +39,16 @@ struct NodeContext {
   ProcessWatcher* processes = nullptr;
 };
 
-// transport's reasons for what clients ask for, under the names that the API promises.
+// transport's reasons for what clients ask for, under the names that the API
+// promises.
 absl::Status ApiStatus(const absl::Status& status);
 
-// Exports `segment` to process `pid` (0: to whoever has the token) under the name `arena_id`.
-absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory, const std::string& arena_id,
-                                          const transport::Segment& segment, pid_t pid,
-                                          bool read_only);
+// Exports `segment` to process `pid` (0: to whoever has the token) under the
+// name `arena_id`.
+absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory,
+                                          const std::string& arena_id,
+                                          const transport::Segment& segment,
+                                          pid_t pid, bool read_only);
 
 // 32 hexadecimal digits that nobody can guess.
 std::string RandomId();

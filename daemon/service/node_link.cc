@@ -5,8 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "glog/logging.h"
 #include "daemon/service/proto_time.h"
+#include "glog/logging.h"
 #include "proto/status.h"
 
 namespace weightsync {
@@ -40,10 +40,11 @@ void NodeLink::Stop() {
 }
 
 absl::Status NodeLink::DownStatus() const {
-  return ErrorStatus(absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
-                     absl::StrCat("the coordinator (", options_.coordinator,
-                                  ") cannot be reached now: ", last_error_.message(),
-                                  "; try again with a back-off"));
+  return ErrorStatus(
+      absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
+      absl::StrCat("the coordinator (", options_.coordinator,
+                   ") cannot be reached now: ", last_error_.message(),
+                   "; try again with a back-off"));
 }
 
 void NodeLink::Report(v1::NodeReport report) {
@@ -91,11 +92,14 @@ void NodeLink::OnMessage(uint64_t attempt, v1::NodeCommand command) {
       if (welcomed_) return;
       const v1::Welcome& welcome = command.welcome();
       if (welcome.has_heartbeat_interval()) {
-        heartbeat_interval_ = std::max(absl::Milliseconds(10), FromProto(welcome.heartbeat_interval()));
+        heartbeat_interval_ =
+            std::max(absl::Milliseconds(10),
+                     DecodeDuration(welcome.heartbeat_interval()));
       }
       if (welcome.has_heartbeat_timeout()) {
         heartbeat_timeout_ =
-            std::max(2 * heartbeat_interval_, FromProto(welcome.heartbeat_timeout()));
+            std::max(2 * heartbeat_interval_,
+                     DecodeDuration(welcome.heartbeat_timeout()));
       }
       welcomed_ = true;
       backoff_ = options_.first_backoff;
@@ -127,13 +131,17 @@ void NodeLink::OnClosed(uint64_t attempt, const absl::Status& status) {
   const bool was_up = up_;
   up_ = false;
   welcomed_ = false;
-  last_error_ = status.ok() ? absl::UnavailableError("it ended the stream") : status;
+  last_error_ =
+      status.ok() ? absl::UnavailableError("it ended the stream") : status;
   if (!stopping_) {
     LOG_IF(WARNING, was_up) << "lost the coordinator (" << options_.coordinator
                             << "): " << last_error_;
-    // Said once for each reason would be better than every few seconds; these need somebody.
-    LOG_IF(ERROR, !was_up && !absl::IsUnavailable(status) && !absl::IsCancelled(status))
-        << "the coordinator (" << options_.coordinator << ") refuses this node: " << last_error_;
+    // Said once for each reason would be better than every few seconds; these
+    // need somebody.
+    LOG_IF(ERROR, !was_up && !absl::IsUnavailable(status) &&
+                      !absl::IsCancelled(status))
+        << "the coordinator (" << options_.coordinator
+        << ") refuses this node: " << last_error_;
   }
   std::map<int64_t, Answered> asked;
   asked.swap(asked_);
@@ -145,20 +153,24 @@ void NodeLink::OnClosed(uint64_t attempt, const absl::Status& status) {
     return;
   }
   // Jitter, so that the nodes of a restarted coordinator do not come at once.
-  loop_->PostAfter(backoff_ * absl::Uniform(random_, 0.5, 1.0), [this] { Dial(); });
+  loop_->PostAfter(backoff_ * absl::Uniform(random_, 0.5, 1.0),
+                   [this] { Dial(); });
   backoff_ = std::min(backoff_ * 2, options_.max_backoff);
 }
 
 void NodeLink::Heartbeat(uint64_t attempt) {
   if (attempt != attempt_ || stream_ == nullptr) return;
   const absl::Time now = absl::Now();
-  // When this process itself stood still, the peer's words may still lie in the socket.
+  // When this process itself stood still, the peer's words may still lie in the
+  // socket.
   const bool stood_still = now - last_beat_ > heartbeat_timeout_ / 2;
   last_beat_ = now;
   if (stood_still) last_heard_ = now;
   if (now - last_heard_ > heartbeat_timeout_) {
-    LOG(WARNING) << "the coordinator (" << options_.coordinator << ") has been silent for "
-                 << absl::FormatDuration(now - last_heard_) << "; dialing again";
+    LOG(WARNING) << "the coordinator (" << options_.coordinator
+                 << ") has been silent for "
+                 << absl::FormatDuration(now - last_heard_)
+                 << "; dialing again";
     stream_->Cancel();
     return;
   }
@@ -167,7 +179,8 @@ void NodeLink::Heartbeat(uint64_t attempt) {
     *report.mutable_heartbeat() = handler_->MakeHeartbeat();
     Report(std::move(report));
   }
-  loop_->PostAfter(heartbeat_interval_, [this, attempt] { Heartbeat(attempt); });
+  loop_->PostAfter(heartbeat_interval_,
+                   [this, attempt] { Heartbeat(attempt); });
 }
 
 }  // namespace daemon

@@ -1,10 +1,12 @@
-// The node's stream to its coordinator: dials, says Hello, keeps it alive, and dials again with a
-// back-off when it breaks. It goes over the network, or inside the process when the coordinator is
-// embedded: one way for both.
+// The node's stream to its coordinator: dials, says Hello, keeps it alive, and
+// dials again with a back-off when it breaks. It goes over the network, or
+// inside the process when the coordinator is embedded: one way for both.
 //
-//   down -> Hello -> Welcome: Handler::OnWelcome announces what the node holds -> up
+//   down -> Hello -> Welcome: Handler::OnWelcome announces what the node holds
+//   -> up
 //
-// While it is down nothing is kept for later: who holds something announces it when it comes up.
+// While it is down nothing is kept for later: who holds something announces it
+// when it comes up.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_NODE_LINK_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_NODE_LINK_H_
@@ -43,7 +45,8 @@ class NodeLink {
     virtual void OnLost(const absl::Status& why) = 0;
   };
   // With the coordinator's answer: its failure as a status, and all of it.
-  using Answered = std::function<void(const absl::Status& status, const v1::Reply& reply)>;
+  using Answered =
+      std::function<void(const absl::Status& status, const v1::Reply& reply)>;
 
   struct Options {
     // For sentences.
@@ -63,20 +66,22 @@ class NodeLink {
 
   // From any thread, once. `channel`: to the coordinator.
   void Start(std::shared_ptr<grpc::Channel> channel);
-  // From any thread but the loop's, after Start. Returns when no callback comes any more.
+  // From any thread but the loop's, after Start. Returns when no callback comes
+  // any more.
   void Stop();
 
   // Whether the coordinator has welcomed us and knows what we hold.
   bool up() const { return up_; }
-  // What calls are told while it is down: UNAVAILABLE (COORDINATOR_UNREACHABLE), with the reason
-  // that the last attempt gave.
+  // What calls are told while it is down: UNAVAILABLE
+  // (COORDINATOR_UNREACHABLE), with the reason that the last attempt gave.
   absl::Status DownStatus() const;
 
   // Dropped while the link is down. In OnWelcome it is taken.
   void Report(v1::NodeReport report);
 
-  // Reports, and calls `answered` once. With DownStatus() when the link is down, or breaks before
-  // the answer: nobody knows then whether the coordinator heard it.
+  // Reports, and calls `answered` once. With DownStatus() when the link is
+  // down, or breaks before the answer: nobody knows then whether the
+  // coordinator heard it.
   void Ask(v1::NodeReport report, Answered answered);
 
  private:

@@ -9,8 +9,8 @@
 namespace weightsync {
 namespace daemon {
 
-grpc::ServerBidiReactor<v1::NodeReport, v1::NodeCommand>* NodeServiceImpl::Connect(
-    grpc::CallbackServerContext* context) {
+grpc::ServerBidiReactor<v1::NodeReport, v1::NodeCommand>*
+NodeServiceImpl::Connect(grpc::CallbackServerContext* context) {
   std::shared_ptr<Stream> stream = Stream::Open(context);
   auto* reactor = stream->reactor();
   bool down;
@@ -25,10 +25,12 @@ grpc::ServerBidiReactor<v1::NodeReport, v1::NodeCommand>* NodeServiceImpl::Conne
                     absl::MutexLock lock(&mutex_);
                     streams_.erase(stream);
                   });
-    stream->Finish(down ? ShuttingDown()
-                        : ErrorStatus(absl::StatusCode::kFailedPrecondition, "NOT_COORDINATOR",
-                                      absl::StrCat("this daemon follows the coordinator at ",
-                                                   coordinator_, "; dial that one")));
+    stream->Finish(
+        down ? ShuttingDown()
+             : ErrorStatus(
+                   absl::StatusCode::kFailedPrecondition, "NOT_COORDINATOR",
+                   absl::StrCat("this daemon follows the coordinator at ",
+                                coordinator_, "; dial that one")));
     return reactor;
   }
   // The loop knows the stream before its first report.
@@ -36,7 +38,9 @@ grpc::ServerBidiReactor<v1::NodeReport, v1::NodeCommand>* NodeServiceImpl::Conne
       {[stream](v1::NodeCommand command) { stream->Write(std::move(command)); },
        [stream](const absl::Status& status) { stream->Finish(status); }});
   stream->Start(
-      [this, name](v1::NodeReport report) { loop_->Report(name, std::move(report)); },
+      [this, name](v1::NodeReport report) {
+        loop_->Report(name, std::move(report));
+      },
       [stream] { stream->Finish(absl::OkStatus()); },
       [this, name, stream] {
         loop_->Disconnected(name);
@@ -53,7 +57,8 @@ void NodeServiceImpl::Shutdown() {
     down_ = true;
     streams = streams_;
   }
-  for (const std::shared_ptr<Stream>& stream : streams) stream->Finish(ShuttingDown());
+  for (const std::shared_ptr<Stream>& stream : streams)
+    stream->Finish(ShuttingDown());
 }
 
 }  // namespace daemon

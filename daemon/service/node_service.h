@@ -19,8 +19,8 @@ namespace daemon {
 // Thread-safe.
 class NodeServiceImpl final : public v1::NodeService::CallbackService {
  public:
-  // `loop` null: this daemon is no coordinator, and every call is told so (NOT_COORDINATOR).
-  // `coordinator`: the one to dial instead.
+  // `loop` null: this daemon is no coordinator, and every call is told so
+  // (NOT_COORDINATOR). `coordinator`: the one to dial instead.
   NodeServiceImpl(CoordinatorLoop* loop, std::string coordinator)
       : loop_(loop), coordinator_(std::move(coordinator)) {}
 

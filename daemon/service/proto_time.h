@@ -12,18 +12,18 @@
 namespace weightsync {
 namespace daemon {
 
-inline google::protobuf::Duration ToProto(absl::Duration duration) {
+inline google::protobuf::Duration EncodeDuration(absl::Duration duration) {
   google::protobuf::Duration proto;
   proto.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &duration));
   proto.set_nanos(static_cast<int32_t>(duration / absl::Nanoseconds(1)));
   return proto;
 }
 
-inline absl::Duration FromProto(const google::protobuf::Duration& proto) {
+inline absl::Duration DecodeDuration(const google::protobuf::Duration& proto) {
   return absl::Seconds(proto.seconds()) + absl::Nanoseconds(proto.nanos());
 }
 
-inline google::protobuf::Timestamp ToProto(absl::Time time) {
+inline google::protobuf::Timestamp EncodeTime(absl::Time time) {
   google::protobuf::Timestamp proto;
   const int64_t seconds = absl::ToUnixSeconds(time);
   proto.set_seconds(seconds);

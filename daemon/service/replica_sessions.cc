@@ -17,8 +17,9 @@ std::string ReplicaName(const std::string& model, const std::string& replica) {
 }
 
 absl::Status NotHere(absl::string_view reason, const std::string& who) {
-  return ErrorStatus(absl::StatusCode::kUnavailable, reason,
-                     absl::StrCat(who, " is not connected to its node any more"));
+  return ErrorStatus(
+      absl::StatusCode::kUnavailable, reason,
+      absl::StrCat(who, " is not connected to its node any more"));
 }
 
 // Why a lease that the coordinator knew is over.
@@ -45,8 +46,9 @@ struct ReplicaSessions::Located {
 };
 
 std::string ReplicaSessions::Worker::Name() const {
-  return absl::StrCat("worker ", registration.worker_index(), " of ",
-                      ReplicaName(registration.model(), registration.replica()));
+  return absl::StrCat(
+      "worker ", registration.worker_index(), " of ",
+      ReplicaName(registration.model(), registration.replica()));
 }
 
 // ---- Finding ----
@@ -61,26 +63,28 @@ ReplicaSessions::Worker* ReplicaSessions::FindWorker(uint64_t id) {
   return it == workers_.end() ? nullptr : it->second.get();
 }
 
-ReplicaSessions::Control* ReplicaSessions::FindControl(const std::string& model,
-                                                       const std::string& replica,
-                                                       const std::string& incarnation) {
+ReplicaSessions::Control* ReplicaSessions::FindControl(
+    const std::string& model, const std::string& replica,
+    const std::string& incarnation) {
   for (const auto& entry : controls_) {
     const v1::RegisterReplica& registration = entry.second->registration;
     if (entry.second->named && registration.model() == model &&
-        registration.replica() == replica && registration.incarnation() == incarnation) {
+        registration.replica() == replica &&
+        registration.incarnation() == incarnation) {
       return entry.second.get();
     }
   }
   return nullptr;
 }
 
-ReplicaSessions::Worker* ReplicaSessions::FindWorker(const std::string& model,
-                                                     const std::string& replica, int index,
-                                                     const std::string& incarnation) {
+ReplicaSessions::Worker* ReplicaSessions::FindWorker(
+    const std::string& model, const std::string& replica, int index,
+    const std::string& incarnation) {
   for (const auto& entry : workers_) {
     const v1::RegisterWorker& registration = entry.second->registration;
     if (entry.second->named && registration.model() == model &&
-        registration.replica() == replica && registration.worker_index() == index &&
+        registration.replica() == replica &&
+        registration.worker_index() == index &&
         registration.incarnation() == incarnation) {
       return entry.second.get();
     }
@@ -105,7 +109,8 @@ void ReplicaSessions::Closed(const ControlStream* stream) {
   if (it != control_streams_.end()) EndControl(it->second, absl::OkStatus());
 }
 
-void ReplicaSessions::Heard(const ControlStream* stream, const v1::ReplicaReport& report) {
+void ReplicaSessions::Heard(const ControlStream* stream,
+                            const v1::ReplicaReport& report) {
   auto it = control_streams_.find(stream);
   if (it == control_streams_.end()) return;
   Control* control = FindControl(it->second);
@@ -113,10 +118,11 @@ void ReplicaSessions::Heard(const ControlStream* stream, const v1::ReplicaReport
   control->last_heard = absl::Now();
   if (!control->named) {
     const absl::Status status =
-        report.has_register_() ? CheckReplica(report.register_())
-                               : ErrorStatus(absl::StatusCode::kInvalidArgument,
-                                             "REGISTRATION_MISSING",
-                                             "the first report must be a registration");
+        report.has_register_()
+            ? CheckReplica(report.register_())
+            : ErrorStatus(absl::StatusCode::kInvalidArgument,
+                          "REGISTRATION_MISSING",
+                          "the first report must be a registration");
     if (!status.ok()) {
       EndControl(id, status);
       return;
@@ -137,25 +143,29 @@ void ReplicaSessions::Heard(const ControlStream* stream, const v1::ReplicaReport
       return;
     }
     case v1::ReplicaReport::kPaused: {
-      if (!report.paused().has_failure()) control->registration.set_paused(true);
+      if (!report.paused().has_failure())
+        control->registration.set_paused(true);
       v1::ReplicaPausedReport* paused = up.mutable_replica_paused();
       paused->set_model(control->registration.model());
       paused->set_replica(control->registration.replica());
       paused->set_incarnation(control->registration.incarnation());
       paused->set_command_id(report.paused().command_id());
-      if (report.paused().has_failure()) *paused->mutable_failure() = report.paused().failure();
+      if (report.paused().has_failure())
+        *paused->mutable_failure() = report.paused().failure();
       paused->set_detail(report.paused().detail());
       node_.link->Report(std::move(up));
       return;
     }
     case v1::ReplicaReport::kResumed: {
-      if (!report.resumed().has_failure()) control->registration.set_paused(false);
+      if (!report.resumed().has_failure())
+        control->registration.set_paused(false);
       v1::ReplicaResumedReport* resumed = up.mutable_replica_resumed();
       resumed->set_model(control->registration.model());
       resumed->set_replica(control->registration.replica());
       resumed->set_incarnation(control->registration.incarnation());
       resumed->set_command_id(report.resumed().command_id());
-      if (report.resumed().has_failure()) *resumed->mutable_failure() = report.resumed().failure();
+      if (report.resumed().has_failure())
+        *resumed->mutable_failure() = report.resumed().failure();
       node_.link->Report(std::move(up));
       return;
     }
@@ -167,28 +177,32 @@ void ReplicaSessions::Heard(const ControlStream* stream, const v1::ReplicaReport
 
 void ReplicaSessions::Join(Control* control) {
   v1::NodeReport report;
-  *report.mutable_replica_joined()->mutable_registration() = control->registration;
-  node_.link->Ask(std::move(report), [this, id = control->id](const absl::Status& status,
-                                                              const v1::Reply&) {
-    Control* control = FindControl(id);
-    if (control == nullptr || IsUnreachable(status)) return;
-    if (!status.ok()) {
-      EndControl(id, status);
-      return;
-    }
-    if (control->accepted) return;
-    control->accepted = true;
-    control->last_heard = absl::Now();
-    v1::ReplicaCommand command;
-    v1::ReplicaRegistered* registered = command.mutable_registered();
-    *registered->mutable_heartbeat_interval() =
-        ToProto(node_.options->deadlines.heartbeat_interval);
-    *registered->mutable_heartbeat_timeout() = ToProto(node_.options->deadlines.heartbeat);
-    registered->set_node("nodes/" + node_.options->node);
-    control->stream->Write(std::move(command));
-    LOG(INFO) << ReplicaName(control->registration.model(), control->registration.replica())
-              << " is here (process " << control->registration.pid() << ")";
-  });
+  *report.mutable_replica_joined()->mutable_registration() =
+      control->registration;
+  node_.link->Ask(
+      std::move(report),
+      [this, id = control->id](const absl::Status& status, const v1::Reply&) {
+        Control* control = FindControl(id);
+        if (control == nullptr || IsUnreachable(status)) return;
+        if (!status.ok()) {
+          EndControl(id, status);
+          return;
+        }
+        if (control->accepted) return;
+        control->accepted = true;
+        control->last_heard = absl::Now();
+        v1::ReplicaCommand command;
+        v1::ReplicaRegistered* registered = command.mutable_registered();
+        *registered->mutable_heartbeat_interval() =
+            EncodeDuration(node_.options->deadlines.heartbeat_interval);
+        *registered->mutable_heartbeat_timeout() =
+            EncodeDuration(node_.options->deadlines.heartbeat);
+        registered->set_node("nodes/" + node_.options->node);
+        control->stream->Write(std::move(command));
+        LOG(INFO) << ReplicaName(control->registration.model(),
+                                 control->registration.replica())
+                  << " is here (process " << control->registration.pid() << ")";
+      });
 }
 
 void ReplicaSessions::EndControl(uint64_t id, const absl::Status& why) {
@@ -199,8 +213,8 @@ void ReplicaSessions::EndControl(uint64_t id, const absl::Status& why) {
   control_streams_.erase(control->stream.get());
   if (control->named) {
     const v1::RegisterReplica& registration = control->registration;
-    const absl::Status left =
-        LeftStatus(ReplicaName(registration.model(), registration.replica()), why);
+    const absl::Status left = LeftStatus(
+        ReplicaName(registration.model(), registration.replica()), why);
     LOG(INFO) << left.message();
     v1::NodeReport report;
     v1::ReplicaLeft* gone = report.mutable_replica_left();
@@ -214,7 +228,8 @@ void ReplicaSessions::EndControl(uint64_t id, const absl::Status& why) {
 }
 
 void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
-  Control* control = FindControl(command.model(), command.replica(), command.incarnation());
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
   if (control == nullptr || !control->accepted) {
     v1::NodeReport report;
     v1::ReplicaPausedReport* paused = report.mutable_replica_paused();
@@ -222,8 +237,8 @@ void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
     paused->set_replica(command.replica());
     paused->set_incarnation(command.incarnation());
     paused->set_command_id(command.pause().command_id());
-    *paused->mutable_failure() =
-        ToFailure(NotHere("REPLICA_LOST", ReplicaName(command.model(), command.replica())));
+    *paused->mutable_failure() = ToFailure(NotHere(
+        "REPLICA_LOST", ReplicaName(command.model(), command.replica())));
     node_.link->Report(std::move(report));
     return;
   }
@@ -233,7 +248,8 @@ void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
 }
 
 void ReplicaSessions::Resume(const v1::ResumeReplicaCommand& command) {
-  Control* control = FindControl(command.model(), command.replica(), command.incarnation());
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
   if (control == nullptr || !control->accepted) {
     v1::NodeReport report;
     v1::ReplicaResumedReport* resumed = report.mutable_replica_resumed();
@@ -241,8 +257,8 @@ void ReplicaSessions::Resume(const v1::ResumeReplicaCommand& command) {
     resumed->set_replica(command.replica());
     resumed->set_incarnation(command.incarnation());
     resumed->set_command_id(command.resume().command_id());
-    *resumed->mutable_failure() =
-        ToFailure(NotHere("REPLICA_LOST", ReplicaName(command.model(), command.replica())));
+    *resumed->mutable_failure() = ToFailure(NotHere(
+        "REPLICA_LOST", ReplicaName(command.model(), command.replica())));
     node_.link->Report(std::move(report));
     return;
   }
@@ -252,8 +268,10 @@ void ReplicaSessions::Resume(const v1::ResumeReplicaCommand& command) {
 }
 
 void ReplicaSessions::Refuse(const v1::RefuseReplica& command) {
-  Control* control = FindControl(command.model(), command.replica(), command.incarnation());
-  if (control != nullptr) EndControl(control->id, FromFailure(command.failure()));
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control != nullptr)
+    EndControl(control->id, FromFailure(command.failure()));
 }
 
 // ---- Worker streams ----
@@ -273,7 +291,8 @@ void ReplicaSessions::Closed(const WorkerStream* stream) {
   if (it != worker_streams_.end()) EndWorker(it->second, absl::OkStatus());
 }
 
-void ReplicaSessions::Heard(const WorkerStream* stream, const v1::WorkerReport& report) {
+void ReplicaSessions::Heard(const WorkerStream* stream,
+                            const v1::WorkerReport& report) {
   auto it = worker_streams_.find(stream);
   if (it == worker_streams_.end()) return;
   Worker* worker = FindWorker(it->second);
@@ -281,10 +300,11 @@ void ReplicaSessions::Heard(const WorkerStream* stream, const v1::WorkerReport& 
   worker->last_heard = absl::Now();
   if (!worker->named) {
     const absl::Status status =
-        report.has_register_() ? CheckWorker(report.register_())
-                               : ErrorStatus(absl::StatusCode::kInvalidArgument,
-                                             "REGISTRATION_MISSING",
-                                             "the first report must be a registration");
+        report.has_register_()
+            ? CheckWorker(report.register_())
+            : ErrorStatus(absl::StatusCode::kInvalidArgument,
+                          "REGISTRATION_MISSING",
+                          "the first report must be a registration");
     if (!status.ok()) {
       EndWorker(id, status);
       return;
@@ -304,7 +324,8 @@ void ReplicaSessions::Heard(const WorkerStream* stream, const v1::WorkerReport& 
       return;
     }
     case v1::WorkerReport::kWriting: {
-      // Whoever asks from now on is told so, first of all a coordinator that comes back.
+      // Whoever asks from now on is told so, first of all a coordinator that
+      // comes back.
       v1::InstalledState* installed = worker->registration.mutable_installed();
       installed->set_state(v1::InstalledState::STATE_WRITING);
       installed->set_update_id(report.writing().update_id());
@@ -324,29 +345,31 @@ void ReplicaSessions::Heard(const WorkerStream* stream, const v1::WorkerReport& 
 
 void ReplicaSessions::Join(Worker* worker) {
   v1::NodeReport report;
-  *report.mutable_worker_joined()->mutable_registration() = worker->registration;
-  node_.link->Ask(std::move(report), [this, id = worker->id](const absl::Status& status,
-                                                             const v1::Reply& reply) {
-    Worker* worker = FindWorker(id);
-    if (worker == nullptr || IsUnreachable(status)) return;
-    if (!status.ok()) {
-      EndWorker(id, status);
-      return;
-    }
-    if (worker->accepted) return;
-    const int64_t tensor_bytes = reply.worker_accepted().tensor_bytes();
-    node_.room->Need(worker->registration.model(), "workers",
-                     reply.worker_accepted().store_bytes(), 0,
-                     [this, id, tensor_bytes](const absl::Status& status) {
-                       Worker* worker = FindWorker(id);
-                       if (worker == nullptr || worker->accepted) return;
-                       if (status.ok()) {
-                         Accept(worker, tensor_bytes);
-                       } else {
-                         EndWorker(id, ApiStatus(status));
-                       }
-                     });
-  });
+  *report.mutable_worker_joined()->mutable_registration() =
+      worker->registration;
+  node_.link->Ask(
+      std::move(report), [this, id = worker->id](const absl::Status& status,
+                                                 const v1::Reply& reply) {
+        Worker* worker = FindWorker(id);
+        if (worker == nullptr || IsUnreachable(status)) return;
+        if (!status.ok()) {
+          EndWorker(id, status);
+          return;
+        }
+        if (worker->accepted) return;
+        const int64_t tensor_bytes = reply.worker_accepted().tensor_bytes();
+        node_.room->Need(worker->registration.model(), "workers",
+                         reply.worker_accepted().store_bytes(), 0,
+                         [this, id, tensor_bytes](const absl::Status& status) {
+                           Worker* worker = FindWorker(id);
+                           if (worker == nullptr || worker->accepted) return;
+                           if (status.ok()) {
+                             Accept(worker, tensor_bytes);
+                           } else {
+                             EndWorker(id, ApiStatus(status));
+                           }
+                         });
+      });
 }
 
 void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
@@ -354,12 +377,15 @@ void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
   worker->last_heard = absl::Now();
   v1::WorkerCommand command;
   v1::WorkerRegistered* registered = command.mutable_registered();
-  *registered->mutable_heartbeat_interval() = ToProto(node_.options->deadlines.heartbeat_interval);
-  *registered->mutable_heartbeat_timeout() = ToProto(node_.options->deadlines.heartbeat);
+  *registered->mutable_heartbeat_interval() =
+      EncodeDuration(node_.options->deadlines.heartbeat_interval);
+  *registered->mutable_heartbeat_timeout() =
+      EncodeDuration(node_.options->deadlines.heartbeat);
   registered->set_node("nodes/" + node_.options->node);
   registered->set_tensor_bytes(tensor_bytes);
   worker->stream->Write(std::move(command));
-  LOG(INFO) << worker->Name() << " is here (process " << worker->registration.pid() << ", "
+  LOG(INFO) << worker->Name() << " is here (process "
+            << worker->registration.pid() << ", "
             << worker->registration.tensors_size() << " tensors)";
   const uint64_t id = worker->id;
   for (const std::string& arena_id : node_.store->ArenaIds()) {
@@ -396,8 +422,9 @@ void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
     node_.link->Report(std::move(report));
     bool last = true;
     for (const auto& other : workers_) {
-      last = last && (!other.second->named ||
-                      other.second->registration.model() != registration.model());
+      last =
+          last && (!other.second->named ||
+                   other.second->registration.model() != registration.model());
     }
     if (last) node_.room->Leave(registration.model(), "workers");
   }
@@ -405,22 +432,25 @@ void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
 }
 
 void ReplicaSessions::Refuse(const v1::RefuseWorker& command) {
-  Worker* worker = FindWorker(command.model(), command.replica(), command.worker_index(),
-                              command.incarnation());
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
   if (worker != nullptr) EndWorker(worker->id, FromFailure(command.failure()));
 }
 
 // ---- Arenas ----
 
-absl::Status ReplicaSessions::Offer(Worker* worker, const std::string& arena_id) {
+absl::Status ReplicaSessions::Offer(Worker* worker,
+                                    const std::string& arena_id) {
   if (worker->arenas.count(arena_id) > 0) return absl::OkStatus();
-  const std::shared_ptr<const transport::Segment> arena = node_.store->FindArena(arena_id);
+  const std::shared_ptr<const transport::Segment> arena =
+      node_.store->FindArena(arena_id);
   if (arena == nullptr) {
-    return ErrorStatus(absl::StatusCode::kInternal, "ARENA_UNKNOWN",
-                       absl::StrCat("the store has no arena ", arena_id, " any more"));
+    return ErrorStatus(
+        absl::StatusCode::kInternal, "ARENA_UNKNOWN",
+        absl::StrCat("the store has no arena ", arena_id, " any more"));
   }
-  absl::StatusOr<v1::ArenaOffer> offer =
-      OfferArena(node_.memory, arena_id, *arena, worker->process, /*read_only=*/true);
+  absl::StatusOr<v1::ArenaOffer> offer = OfferArena(
+      node_.memory, arena_id, *arena, worker->process, /*read_only=*/true);
   if (!offer.ok()) return offer.status();
   worker->arenas.insert(arena_id);
   v1::WorkerCommand command;
@@ -451,13 +481,14 @@ void ReplicaSessions::ArenaDropped(const std::string& arena_id) {
 // ---- Applying ----
 
 void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
-  Worker* worker = FindWorker(command.model(), command.replica(), command.worker_index(),
-                              command.incarnation());
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
   if (worker == nullptr) {
     ReportApplyFailure(
         command,
-        NotHere("WORKER_LOST", absl::StrCat("worker ", command.worker_index(), " of ",
-                                            ReplicaName(command.model(), command.replica()))),
+        NotHere("WORKER_LOST",
+                absl::StrCat("worker ", command.worker_index(), " of ",
+                             ReplicaName(command.model(), command.replica()))),
         nullptr);
     return;
   }
@@ -465,9 +496,10 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
     worker->early = std::make_unique<v1::ApplyWorker>(command);
     return;
   }
-  // Plans take their time, and the layout may still be computed: both on the data loop, behind the
-  // commands that came before.
-  node_.data->Post([this, id = worker->id, command, tensors = worker->registration.tensors()] {
+  // Plans take their time, and the layout may still be computed: both on the
+  // data loop, behind the commands that came before.
+  node_.data->Post([this, id = worker->id, command,
+                    tensors = worker->registration.tensors()] {
     auto located = std::make_shared<Located>();
     located->status = [&] {
       const absl::StatusOr<std::shared_ptr<const NodeLayout>> layout =
@@ -483,12 +515,13 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
       located->update = *std::move(update);
       return absl::OkStatus();
     }();
-    node_.loop->Post([this, id, command, located] { Send(id, command, located); });
+    node_.loop->Post(
+        [this, id, command, located] { Send(id, command, located); });
   });
 }
 
 void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
-                               const std::shared_ptr<Located>& located) {
+                           const std::shared_ptr<Located>& located) {
   Worker* worker = FindWorker(id);
   // It has left, and the coordinator was told.
   if (worker == nullptr) return;
@@ -498,8 +531,8 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
     status = Offer(worker, bucket.slot().arena_id());
   }
   if (!status.ok()) {
-    LOG(WARNING) << worker->Name() << " cannot apply update " << command.update_id() << ": "
-                 << status;
+    LOG(WARNING) << worker->Name() << " cannot apply update "
+                 << command.update_id() << ": " << status;
     ReportApplyFailure(command, status, &worker->registration.installed());
     return;
   }
@@ -526,24 +559,28 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
   }
   worker->stream->Write(std::move(relayed));
 
-  const absl::Duration timeout = command.has_timeout() ? FromProto(command.timeout())
-                                                       : node_.options->deadlines.apply;
+  const absl::Duration timeout = command.has_timeout()
+                                     ? DecodeDuration(command.timeout())
+                                     : node_.options->deadlines.apply;
   worker->timer = node_.loop->PostAfter(timeout, [this, id, command, timeout] {
     Worker* worker = FindWorker(id);
     if (worker == nullptr || worker->command_id != command.command_id()) return;
     const absl::Status late = ErrorStatus(
         absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
-        absl::StrCat(worker->Name(), " did not report update ", command.update_id(),
-                     " as applied within ", absl::FormatDuration(timeout),
+        absl::StrCat(worker->Name(), " did not report update ",
+                     command.update_id(), " as applied within ",
+                     absl::FormatDuration(timeout),
                      "; register again and say what is in its memory"));
     ReportApplyFailure(command, late, &worker->registration.installed());
     EndWorker(id, late);
   });
 }
 
-void ReplicaSessions::Applied(Worker* worker, const v1::WorkerApplied& applied) {
+void ReplicaSessions::Applied(Worker* worker,
+                              const v1::WorkerApplied& applied) {
   const v1::RegisterWorker& registration = worker->registration;
-  if (applied.has_installed()) *worker->registration.mutable_installed() = applied.installed();
+  if (applied.has_installed())
+    *worker->registration.mutable_installed() = applied.installed();
   v1::NodeReport report;
   v1::WorkerAppliedReport* up = report.mutable_worker_applied();
   up->set_model(registration.model());
@@ -557,7 +594,8 @@ void ReplicaSessions::Applied(Worker* worker, const v1::WorkerApplied& applied) 
   up->set_copied_bytes(applied.copied_bytes());
   // A client that does not echo it can only mean the one that it was given.
   const std::string& command_id =
-      applied.command_id().empty() && applied.update_id() == worker->command.update_id()
+      applied.command_id().empty() &&
+              applied.update_id() == worker->command.update_id()
           ? worker->command_id
           : applied.command_id();
   up->set_command_id(command_id);
@@ -572,7 +610,8 @@ void ReplicaSessions::EndApply(Worker* worker) {
   worker->pin.Release();
 }
 
-void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command, const absl::Status& why,
+void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command,
+                                         const absl::Status& why,
                                          const v1::InstalledState* installed) {
   v1::NodeReport report;
   v1::WorkerAppliedReport* up = report.mutable_worker_applied();

@@ -1,13 +1,17 @@
-// The replicas and workers of this node: their leases, what is relayed between them and the
-// coordinator, and the arenas, plans and places that a worker needs to install an update.
+// The replicas and workers of this node: their leases, what is relayed between
+// them and the coordinator, and the arenas, plans and places that a worker
+// needs to install an update.
 //
 //   control stream:  RegisterReplica -> ReplicaJoined -> ReplicaRegistered
 //                    PauseReplica, ResumeReplica and their answers are relayed
-//   worker stream:   RegisterWorker -> WorkerJoined -> room in the store -> WorkerRegistered,
+//   worker stream:   RegisterWorker -> WorkerJoined -> room in the store ->
+//   WorkerRegistered,
 //                    then the store's arenas
-//                    ApplyWorker -> (arenas, CopyPlan if new) ApplyUpdate -> WorkerApplied
+//                    ApplyWorker -> (arenas, CopyPlan if new) ApplyUpdate ->
+//                    WorkerApplied
 //
-// What the coordinator says to one that is not here (any more) is answered with a failure.
+// What the coordinator says to one that is not here (any more) is answered with
+// a failure.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_REPLICA_SESSIONS_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_REPLICA_SESSIONS_H_
@@ -93,8 +97,8 @@ class ReplicaSessions {
   Worker* FindWorker(uint64_t id);
   Control* FindControl(const std::string& model, const std::string& replica,
                        const std::string& incarnation);
-  Worker* FindWorker(const std::string& model, const std::string& replica, int index,
-                     const std::string& incarnation);
+  Worker* FindWorker(const std::string& model, const std::string& replica,
+                     int index, const std::string& incarnation);
 
   void Join(Control* control);
   void Join(Worker* worker);
@@ -108,10 +112,11 @@ class ReplicaSessions {
   struct Located;
   // The second half of Apply, when that was found.
   void Send(uint64_t id, const v1::ApplyWorker& command,
-                const std::shared_ptr<Located>& located);
+            const std::shared_ptr<Located>& located);
   void Applied(Worker* worker, const v1::WorkerApplied& applied);
   void EndApply(Worker* worker);
-  void ReportApplyFailure(const v1::ApplyWorker& command, const absl::Status& why,
+  void ReportApplyFailure(const v1::ApplyWorker& command,
+                          const absl::Status& why,
                           const v1::InstalledState* installed);
 
   const NodeContext& node_;

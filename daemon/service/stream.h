@@ -23,8 +23,8 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/optional.h"
-#include "grpcpp/support/client_callback.h"
 #include "grpcpp/server_context.h"
+#include "grpcpp/support/client_callback.h"
 #include "grpcpp/support/server_callback.h"
 #include "proto/status.h"
 
@@ -185,9 +185,10 @@ class WriteStream : private grpc::ServerWriteReactor<Out> {
     stream->self_ = stream;
     return stream;
   }
-  // Once, before anything else. `on_written`: nothing waits to be written any more. `on_closed`
-  // comes once, last.
-  void Start(std::function<void()> on_written, std::function<void()> on_closed) {
+  // Once, before anything else. `on_written`: nothing waits to be written any
+  // more. `on_closed` comes once, last.
+  void Start(std::function<void()> on_written,
+             std::function<void()> on_closed) {
     on_written_ = std::move(on_written);
     on_closed_ = std::move(on_closed);
   }
@@ -244,7 +245,8 @@ class WriteStream : private grpc::ServerWriteReactor<Out> {
   }
 
   void OnCancel() override {
-    Finish(ErrorStatus(absl::StatusCode::kCancelled, "CANCELLED", "the stream was cancelled"));
+    Finish(ErrorStatus(absl::StatusCode::kCancelled, "CANCELLED",
+                       "the stream was cancelled"));
   }
 
   void OnDone() override {

@@ -1,4 +1,5 @@
-// Threads for work that blocks: as many as there are tasks at once, kept for the next ones.
+// Threads for work that blocks: as many as there are tasks at once, kept for
+// the next ones.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_TASK_THREADS_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_TASK_THREADS_H_
@@ -26,11 +27,12 @@ class TaskThreads {
   TaskThreads(const TaskThreads&) = delete;
   TaskThreads& operator=(const TaskThreads&) = delete;
 
-  // Begins at once, on an idle thread or a new one. Never blocks. After Stop the task is destroyed
-  // and not run.
+  // Begins at once, on an idle thread or a new one. Never blocks. After Stop
+  // the task is destroyed and not run.
   void Run(Task task);
 
-  // Waits for the tasks that run, which somebody else must have asked to end. Idempotent.
+  // Waits for the tasks that run, which somebody else must have asked to end.
+  // Idempotent.
   void Stop();
 
  private:

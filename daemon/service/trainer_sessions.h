@@ -1,11 +1,12 @@
-// The trainer ranks of this node: their leases, the memory that they keep their tensors in, what
-// they registered, and what they publish.
+// The trainer ranks of this node: their leases, the memory that they keep their
+// tensors in, what they registered, and what they publish.
 //
 //   Open -> (first message: identity) -> ClaimRank -> accepted: SessionOpened
 //   RegisterShards: checked here, room in the store, RankShards -> accepted
 //   PublishVersion: PublishArrived -> PublishOpened -> the copy -> answered
 //
-// When the coordinator comes back, each rank is claimed again with all that it has registered.
+// When the coordinator comes back, each rank is claimed again with all that it
+// has registered.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_TRAINER_SESSIONS_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_TRAINER_SESSIONS_H_
@@ -48,10 +49,12 @@ class TrainerSessions {
   // ---- Calls ----
   void AllocateArena(const v1::AllocateArenaRequest& request,
                      std::shared_ptr<Answer<v1::AllocateArenaResponse>> answer);
-  void RegisterShards(const v1::RegisterShardsRequest& request,
-                      std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
-  void PublishVersion(const v1::PublishVersionRequest& request,
-                      std::shared_ptr<Answer<v1::PublishVersionResponse>> answer);
+  void RegisterShards(
+      const v1::RegisterShardsRequest& request,
+      std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
+  void PublishVersion(
+      const v1::PublishVersionRequest& request,
+      std::shared_ptr<Answer<v1::PublishVersionResponse>> answer);
 
   // ---- The coordinator ----
   // It has welcomed us: claim everything again.
@@ -84,6 +87,11 @@ class TrainerSessions {
     std::map<std::string, std::shared_ptr<transport::Segment>> arenas;
     std::shared_ptr<const Registration> registration;
     int64_t publish_index = 0;
+    // Calls that wait for a copy, by the update that it is for. A call that is
+    // repeated while its copy runs waits for the same one.
+    std::map<std::string,
+             std::vector<std::shared_ptr<Answer<v1::PublishVersionResponse>>>>
+        copying;
     // Ends copies that run.
     std::shared_ptr<CancelFlag> cancel = std::make_shared<CancelFlag>();
 
@@ -99,12 +107,14 @@ class TrainerSessions {
   void AnnounceShards(Session* session);
   void End(uint64_t id, const absl::Status& why);
 
-  absl::StatusOr<std::shared_ptr<Registration>> Resolve(const Session& session,
-                                                        const v1::RegisterShardsRequest& request);
+  absl::StatusOr<std::shared_ptr<Registration>> Resolve(
+      const Session& session, const v1::RegisterShardsRequest& request);
   // The coordinator's answer to RegisterShards.
   void Registered(uint64_t id, std::shared_ptr<const Registration> registration,
                   const absl::Status& status, const v1::Reply& reply,
                   Answer<v1::RegisterShardsResponse>* answer);
+  void Copied(uint64_t id, const std::string& update_id,
+              const absl::StatusOr<SnapshotResult>& result);
   void Copy(Session* session, const v1::PublishOpened& opened,
             std::shared_ptr<Answer<v1::PublishVersionResponse>> answer);
 

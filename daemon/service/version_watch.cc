@@ -1,4 +1,5 @@
-// WatchVersion and WaitVersion on the coordinator: both look at a version whenever it changes.
+// WatchVersion and WaitVersion on the coordinator: both look at a version
+// whenever it changes.
 
 #include <algorithm>
 #include <string>
@@ -23,12 +24,15 @@ bool Ended(const v1::Version& version) {
 }
 
 // "models/m/versions/3" -> "models/m"; the name itself where it is none.
-std::string ModelOf(const std::string& name) { return name.substr(0, name.find("/versions/")); }
+std::string ModelOf(const std::string& name) {
+  return name.substr(0, name.find("/versions/"));
+}
 
 // One WatchVersion. All but construction on the coordinator's loop.
 class Follower : public std::enable_shared_from_this<Follower> {
  public:
-  Follower(CoordinatorLoop* loop, std::string name, std::shared_ptr<VersionStream> stream)
+  Follower(CoordinatorLoop* loop, std::string name,
+           std::shared_ptr<VersionStream> stream)
       : loop_(loop),
         name_(std::move(name)),
         model_(ModelOf(name_)),
@@ -36,10 +40,13 @@ class Follower : public std::enable_shared_from_this<Follower> {
         stream_(std::move(stream)) {}
 
   void Begin() {
-    watcher_ = loop_->Watch([self = shared_from_this()](const VersionChanged& change) {
-      if (change.model == self->model_) self->Look();
+    watcher_ =
+        loop_->Watch([self = shared_from_this()](const VersionChanged& change) {
+          if (change.model == self->model_) self->Look();
+        });
+    loop_->Ask([self = shared_from_this()](const Coordinator&, absl::Time) {
+      self->Look();
     });
-    loop_->Ask([self = shared_from_this()](const Coordinator&, absl::Time) { self->Look(); });
   }
 
   // Nothing is queued for the client any more.
@@ -52,12 +59,14 @@ class Follower : public std::enable_shared_from_this<Follower> {
 
   void Closed() {
     loop_->Unwatch(watcher_);
-    loop_->Ask([self = shared_from_this()](const Coordinator&, absl::Time) { self->over_ = true; });
+    loop_->Ask([self = shared_from_this()](const Coordinator&, absl::Time) {
+      self->over_ = true;
+    });
   }
 
  private:
-  // A changed version is looked at by a question of its own: not in the middle of the coordinator's
-  // actions, and one look for many changes.
+  // A changed version is looked at by a question of its own: not in the middle
+  // of the coordinator's actions, and one look for many changes.
   void Look() {
     if (looking_ || writing_ || over_) return;
     looking_ = true;
@@ -81,13 +90,16 @@ class Follower : public std::enable_shared_from_this<Follower> {
         latest_ ? coordinator.GetVersion(name_, "", now)
                 : coordinator.GetVersion(name_, update_id_, now);
     if (!version.ok()) {
-      const bool not_yet = latest_ && ErrorReason(version.status()) == "VERSION_UNKNOWN";
+      const bool not_yet =
+          latest_ && ErrorReason(version.status()) == "VERSION_UNKNOWN";
       if (!not_yet) Finish(version.status());
       return;
     }
-    if (latest_ && !update_id_.empty() && version->update_id() != update_id_ && !ended_) {
+    if (latest_ && !update_id_.empty() && version->update_id() != update_id_ &&
+        !ended_) {
       // How the one before ended comes first.
-      absl::StatusOr<v1::Version> before = coordinator.GetVersion(last_name_, update_id_, now);
+      absl::StatusOr<v1::Version> before =
+          coordinator.GetVersion(last_name_, update_id_, now);
       ended_ = true;
       if (before.ok()) version = std::move(before);
     }
@@ -139,11 +151,13 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
         answer_(std::move(answer)) {}
 
   void Begin() {
-    timer_ = loop_->loop()->PostAt(answer_->deadline(), [self = shared_from_this()] {
-      self->loop_->Ask([self](const Coordinator& coordinator, absl::Time now) {
-        self->Look(coordinator, now, true);
-      });
-    });
+    timer_ =
+        loop_->loop()->PostAt(answer_->deadline(), [self = shared_from_this()] {
+          self->loop_->Ask(
+              [self](const Coordinator& coordinator, absl::Time now) {
+                self->Look(coordinator, now, true);
+              });
+        });
     watcher_ = loop_->Watch([self = shared_from_this(), model = ModelOf(name_)](
                                 const VersionChanged& change) {
       if (change.model != model || self->looking_) return;
@@ -153,7 +167,8 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
         self->Look(coordinator, now, false);
       });
     });
-    loop_->Ask([self = shared_from_this()](const Coordinator& coordinator, absl::Time now) {
+    loop_->Ask([self = shared_from_this()](const Coordinator& coordinator,
+                                           absl::Time now) {
       self->Look(coordinator, now, false);
     });
   }
@@ -161,7 +176,8 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
  private:
   void Look(const Coordinator& coordinator, absl::Time now, bool late) {
     if (answer_ == nullptr) return;
-    absl::StatusOr<v1::Version> version = coordinator.GetVersion(name_, update_id_, now);
+    absl::StatusOr<v1::Version> version =
+        coordinator.GetVersion(name_, update_id_, now);
     if (!version.ok()) {
       Finish(version.status());
       return;
@@ -173,14 +189,17 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
       *answer_->response() = *std::move(version);
       Finish(absl::OkStatus());
     } else if (version->state() == v1::Version::STATE_ABORTED) {
-      Finish(ErrorStatus(absl::StatusCode::kAborted, version->failure().reason(),
+      Finish(ErrorStatus(absl::StatusCode::kAborted,
+                         version->failure().reason(),
                          version->failure().message()));
     } else if (late) {
       Finish(ErrorStatus(
           absl::StatusCode::kDeadlineExceeded, "WAIT_TIMEOUT",
-          absl::StrCat(version->name(), " (update ", update_id_, ") goes on: it is in ",
-                       v1::Version::State_Name(version->state()), ", ", version->moved_bytes(),
-                       " of ", version->wire_bytes(), " bytes moved; wait again")));
+          absl::StrCat(version->name(), " (update ", update_id_,
+                       ") goes on: it is in ",
+                       v1::Version::State_Name(version->state()), ", ",
+                       version->moved_bytes(), " of ", version->wire_bytes(),
+                       " bytes moved; wait again")));
     }
   }
 
@@ -203,7 +222,8 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
 }  // namespace
 
 void FollowVersion(CoordinatorLoop* loop, const std::string& name,
-                   std::shared_ptr<VersionStream> stream, std::function<void()> on_closed) {
+                   std::shared_ptr<VersionStream> stream,
+                   std::function<void()> on_closed) {
   auto follower = std::make_shared<Follower>(loop, name, stream);
   stream->Start([follower] { follower->Written(); },
                 [follower, on_closed = std::move(on_closed)] {
@@ -213,7 +233,8 @@ void FollowVersion(CoordinatorLoop* loop, const std::string& name,
   loop->loop()->Post([follower] { follower->Begin(); });
 }
 
-void WaitForVersion(CoordinatorLoop* loop, const v1::WaitVersionRequest& request,
+void WaitForVersion(CoordinatorLoop* loop,
+                    const v1::WaitVersionRequest& request,
                     std::shared_ptr<Answer<v1::Version>> answer) {
   auto waiter = std::make_shared<Waiter>(loop, request, std::move(answer));
   loop->loop()->Post([waiter] { waiter->Begin(); });
