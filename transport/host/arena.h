@@ -70,6 +70,9 @@ class Arena final : public Segment {
   // to it as well. FAILED_PRECONDITION (READ_ONLY).
   absl::StatusOr<UniqueFd> Share(bool read_only) const;
 
+  // Where data() lies in the mapping: after the header.
+  int64_t data_offset_bytes() const { return data_ - map_; }
+
   // What Create or Import spent on faulting in.
   absl::Duration warm_up_time() const { return warm_up_time_; }
 

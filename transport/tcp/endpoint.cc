@@ -53,7 +53,8 @@ Endpoint::Endpoint(EndpointOptions options, Fd listener, int port)
                                ? options_.bind_host
                                : options_.advertise_host,
                            port)),
-      listener_(std::move(listener)) {
+      listener_(std::move(listener)),
+      cluster_id_(options_.cluster_id) {
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -84,10 +85,14 @@ absl::StatusOr<std::unique_ptr<Group>> Endpoint::NewGroup(
                                   "' is named twice, or not at all"));
     }
   }
-  if (spec.cluster_id != options_.cluster_id) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
-                     absl::StrCat("the group is of cluster ", spec.cluster_id,
-                                  ", this node of ", options_.cluster_id));
+  {
+    absl::MutexLock lock(&mutex_);
+    if (cluster_id_.empty()) cluster_id_ = spec.cluster_id;
+    if (spec.cluster_id != cluster_id_) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
+                       absl::StrCat("the group is of cluster ", spec.cluster_id,
+                                    ", this node of ", cluster_id_));
+    }
   }
   return std::unique_ptr<Group>(
       std::make_unique<TcpGroup>(this, std::move(spec), std::move(options)));
@@ -274,13 +279,14 @@ absl::Status Endpoint::CheckEpoch(const Hello& hello) {
 
 bool Endpoint::Match(Pending* pending, int64_t) {
   const Hello& hello = pending->hello;
-  if (hello.cluster_id != options_.cluster_id) {
+  absl::MutexLock lock(&mutex_);
+  if (cluster_id_.empty()) return false;
+  if (hello.cluster_id != cluster_id_) {
     Refuse(pending,
            MakeError(absl::StatusCode::kFailedPrecondition, "WRONG_CLUSTER",
                      "this node belongs to another cluster"));
     return true;
   }
-  absl::MutexLock lock(&mutex_);
   if (absl::Status status = CheckEpoch(hello); !status.ok()) {
     Refuse(pending, status);
     return true;

@@ -25,6 +25,8 @@ namespace transport {
 namespace tcp {
 
 struct EndpointOptions {
+  // Empty while the daemon has not met its coordinator: then it becomes that of
+  // the first group that is made here, and peers wait until there is one.
   std::string cluster_id;
   std::string bind_host = "127.0.0.1";
   // What others are told instead of bind_host; needed when that is a wildcard.
@@ -118,6 +120,7 @@ class Endpoint final : public GroupFactory {
 
   absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
   uint64_t term_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<Key, Registration> groups_ ABSL_GUARDED_BY(mutex_);
   // The newest epoch of groups that were here, the oldest forgotten first.

@@ -1,0 +1,127 @@
+#include "client/cc/apply.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace client {
+namespace {
+
+absl::Status Invalid(absl::string_view message) {
+  return ErrorStatus(
+      absl::StatusCode::kInvalidArgument, "COPY_PLAN_INVALID",
+      absl::StrCat("The daemon's copy plan ", message,
+                   "; nothing was written. Restart the worker, and report it "
+                   "if it happens again."));
+}
+
+using Strides = google::protobuf::RepeatedField<int64_t>;
+
+// Bytes from the first to behind the last one that the loops touch; -1 when
+// that is no number.
+int64_t Reach(const v1::TensorCopy& copy, const Strides& strides) {
+  int64_t reach = copy.run_bytes();
+  for (int d = 0; d < copy.extents_size(); ++d) {
+    int64_t step;
+    if (strides[d] < 0 || copy.extents(d) <= 0 ||
+        __builtin_mul_overflow(copy.extents(d) - 1, strides[d], &step) ||
+        __builtin_add_overflow(reach, step, &reach)) {
+      return -1;
+    }
+  }
+  return reach;
+}
+
+bool Inside(int64_t offset, int64_t reach, int64_t size) {
+  return offset >= 0 && reach >= 0 && offset <= size && reach <= size - offset;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const ApplyPlan>> ApplyPlan::Compile(
+    const v1::CopyPlan& plan, absl::Span<const Tensor> tensors) {
+  std::vector<int64_t> spans;
+  spans.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) spans.push_back(SpanBytes(tensor));
+
+  auto compiled = std::make_shared<ApplyPlan>();
+  for (const v1::BucketCopies& bucket : plan.buckets()) {
+    if (!compiled->buckets_.empty() &&
+        compiled->buckets_.back() >= bucket.bucket()) {
+      return Invalid("does not have its buckets in order");
+    }
+    const int32_t source = static_cast<int32_t>(compiled->buckets_.size());
+    compiled->buckets_.push_back(bucket.bucket());
+    compiled->reach_.push_back(0);
+    for (const v1::TensorCopy& copy : bucket.copies()) {
+      if (copy.tensor() < 0 ||
+          copy.tensor() >= static_cast<int>(tensors.size())) {
+        return Invalid("names a tensor that was not registered");
+      }
+      const Tensor& tensor = tensors[copy.tensor()];
+      if (copy.run_bytes() <= 0 ||
+          copy.extents_size() > transport::kMaxCopyDims ||
+          copy.bucket_strides_bytes_size() != copy.extents_size() ||
+          copy.tensor_strides_bytes_size() != copy.extents_size()) {
+        return Invalid(absl::StrCat("has a malformed copy for ", tensor.name));
+      }
+      const int64_t from = Reach(copy, copy.bucket_strides_bytes());
+      const int64_t to = Reach(copy, copy.tensor_strides_bytes());
+      int64_t end;
+      if (from < 0 || copy.bucket_offset_bytes() < 0 ||
+          __builtin_add_overflow(copy.bucket_offset_bytes(), from, &end)) {
+        return Invalid(
+            absl::StrCat("reads outside the store for ", tensor.name));
+      }
+      if (!Inside(copy.tensor_offset_bytes(), to, spans[copy.tensor()])) {
+        return Invalid(absl::StrCat("would write outside ", tensor.name));
+      }
+      compiled->reach_[source] = std::max(compiled->reach_[source], end);
+
+      Copy out;
+      out.source = source;
+      out.offset = copy.bucket_offset_bytes();
+      out.task.dst =
+          static_cast<char*>(tensor.data) + copy.tensor_offset_bytes();
+      out.task.run_bytes = copy.run_bytes();
+      for (int d = 0; d < copy.extents_size(); ++d) {
+        transport::CopyDim dim;
+        dim.extent = copy.extents(d);
+        dim.dst_stride = copy.tensor_strides_bytes(d);
+        dim.src_stride = copy.bucket_strides_bytes(d);
+        out.task.dims.push_back(dim);
+      }
+      compiled->bytes_ += out.task.bytes();
+      compiled->copies_.push_back(std::move(out));
+    }
+  }
+  return std::shared_ptr<const ApplyPlan>(std::move(compiled));
+}
+
+absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::Tasks(
+    absl::Span<const Source> sources) const {
+  if (sources.size() != buckets_.size()) {
+    return Invalid("names other buckets than the update");
+  }
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (sources[i].size_bytes < reach_[i]) {
+      return Invalid(absl::StrCat("reads ", reach_[i], " bytes of bucket ",
+                                  buckets_[i], ", which has ",
+                                  sources[i].size_bytes));
+    }
+  }
+  std::vector<transport::CopyTask> tasks;
+  tasks.reserve(copies_.size());
+  for (const Copy& copy : copies_) {
+    tasks.push_back(copy.task);
+    tasks.back().src = sources[copy.source].data + copy.offset;
+  }
+  return tasks;
+}
+
+}  // namespace client
+}  // namespace weightsync

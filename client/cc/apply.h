@@ -1,0 +1,62 @@
+// What an update's copy plan means for a worker's live tensors.
+#ifndef WEIGHTSYNC_CLIENT_CC_APPLY_H_
+#define WEIGHTSYNC_CLIENT_CC_APPLY_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "client/cc/tensor.h"
+#include "transport/copy.h"
+#include "weightsync/v1/replica.pb.h"
+
+namespace weightsync {
+namespace client {
+
+// A CopyPlan that was checked against the tensors, once. Immutable; valid as
+// long as the tensors' memory is.
+class ApplyPlan {
+ public:
+  // Where the bytes of one bucket lie now.
+  struct Source {
+    const char* data = nullptr;
+    int64_t size_bytes = 0;
+  };
+
+  // No copy may write outside the tensor that it names, whatever the daemon
+  // says: INVALID_ARGUMENT (COPY_PLAN_INVALID), with the tensor's name.
+  static absl::StatusOr<std::shared_ptr<const ApplyPlan>> Compile(
+      const v1::CopyPlan& plan, absl::Span<const Tensor> tensors);
+
+  // The buckets that it reads, ascending.
+  const std::vector<int32_t>& buckets() const { return buckets_; }
+  // Bytes that the tasks write.
+  int64_t bytes() const { return bytes_; }
+
+  // The copies, for a copy engine. `sources` are in the order of buckets().
+  //   INVALID_ARGUMENT (COPY_PLAN_INVALID) when one would read outside its
+  //   bucket.
+  absl::StatusOr<std::vector<transport::CopyTask>> Tasks(
+      absl::Span<const Source> sources) const;
+
+ private:
+  struct Copy {
+    int32_t source = 0;        // index into buckets_
+    int64_t offset = 0;        // in the bucket
+    transport::CopyTask task;  // without src
+  };
+
+  std::vector<int32_t> buckets_;
+  // By index into buckets_: bytes of it that are read.
+  std::vector<int64_t> reach_;
+  std::vector<Copy> copies_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace client
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_CLIENT_CC_APPLY_H_

@@ -1,0 +1,37 @@
+// The host memory of a worker's process: imports arenas and copies out of them.
+#ifndef WEIGHTSYNC_CLIENT_CC_CLIENT_MEMORY_H_
+#define WEIGHTSYNC_CLIENT_CC_CLIENT_MEMORY_H_
+
+#include <algorithm>
+#include <thread>
+
+#include "transport/host/copy_pool.h"
+#include "transport/host/host_memory.h"
+
+namespace weightsync {
+namespace client {
+
+class ClientMemory {
+ public:
+  // `copy_threads` 0: as many as the machine has CPUs, at most 4.
+  explicit ClientMemory(int copy_threads)
+      : pool_(Resolve(copy_threads)),
+        memory_(&pool_, /*fds=*/nullptr, transport::HostMemory::Options()) {}
+
+  transport::Memory* get() { return &memory_; }
+
+ private:
+  static int Resolve(int threads) {
+    if (threads > 0) return threads;
+    return std::max(
+        1, std::min(4, static_cast<int>(std::thread::hardware_concurrency())));
+  }
+
+  transport::CopyPool pool_;
+  transport::HostMemory memory_;
+};
+
+}  // namespace client
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_CLIENT_CC_CLIENT_MEMORY_H_

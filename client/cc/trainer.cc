@@ -1,0 +1,354 @@
+#include "client/cc/trainer.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "client/cc/lease.h"
+#include "client/cc/rpc.h"
+#include "client/cc/store_map.h"
+#include "client/cc/wire_time.h"
+#include "transport/host/host_memory.h"
+#include "weightsync/v1/admin.grpc.pb.h"
+#include "weightsync/v1/trainer.grpc.pb.h"
+
+namespace weightsync {
+namespace client {
+
+class Trainer::Impl {
+ public:
+  Impl(TrainerOptions options, std::shared_ptr<grpc::Channel> channel)
+      : options_(std::move(options)),
+        stub_(v1::TrainerService::NewStub(channel)),
+        admin_(v1::AdminService::NewStub(std::move(channel))),
+        memory_(/*pool=*/nullptr, /*fds=*/nullptr,
+                transport::HostMemory::Options()),
+        lease_(MakeLeaseOptions(), MakeCallbacks()) {
+    lease_.Start();
+  }
+
+  ~Impl() { Close(); }
+
+  void Close() { lease_.Stop(); }
+
+  absl::Status WaitOpened(absl::Time deadline) {
+    return lease_.WaitRegistered(deadline);
+  }
+
+  absl::StatusOr<TrainerArena> AllocateArena(int64_t size_bytes,
+                                             absl::Time deadline) {
+    v1::AllocateArenaRequest request;
+    request.set_size_bytes(size_bytes);
+    request.set_session(session());
+    v1::AllocateArenaResponse response;
+    absl::Status status =
+        Call("AllocateArena", deadline, [&](grpc::ClientContext* context) {
+          return stub_->AllocateArena(context, request, &response);
+        });
+    if (!status.ok()) return status;
+    auto segment = MapOffer(&memory_, response.arena());
+    if (!segment.ok()) return segment.status();
+    TrainerArena arena;
+    arena.arena_id = response.arena().arena_id();
+    arena.data = (*segment)->data();
+    arena.size_bytes = size_bytes;
+    arena.warm_up = FromProto(response.warm_up());
+    absl::MutexLock lock(&mutex_);
+    arenas_.push_back({arena, *std::move(segment)});
+    return arena;
+  }
+
+  absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
+      const std::vector<Tensor>& shards, absl::Time deadline) {
+    v1::RegisterShardsRequest request;
+    request.set_session(session());
+    // A rank may hold several parts of one parameter.
+    absl::Status status = CheckTensors(shards, /*unique_names=*/false);
+    if (!status.ok()) return status;
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const MappedArena& mapped : arenas_) {
+        v1::MemoryRegion* region = request.add_regions();
+        region->mutable_memory()->mutable_arena()->set_arena_id(
+            mapped.arena.arena_id);
+        region->set_size_bytes(mapped.arena.size_bytes);
+      }
+      for (const Tensor& shard : shards) {
+        const int region = RegionOf(shard);
+        if (region < 0) {
+          return ErrorStatus(
+              absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
+              absl::StrCat(
+                  shard.name,
+                  ": its memory does not lie in an arena of this "
+                  "trainer; place tensors in AllocateArena's memory."));
+        }
+        *request.add_shards() = ToTensorShard(
+            shard, region,
+            static_cast<char*>(shard.data) - arenas_[region].arena.data);
+      }
+    }
+    v1::RegisterShardsResponse response;
+    status =
+        Call("RegisterShards", deadline, [&](grpc::ClientContext* context) {
+          return stub_->RegisterShards(context, request, &response);
+        });
+    if (!status.ok()) return status;
+    return response;
+  }
+
+  absl::StatusOr<PublishResult> Publish(const PublishOptions& options) {
+    const absl::Time start = absl::Now();
+    const absl::Time deadline = start + options.timeout;
+    v1::PublishVersionRequest request;
+    request.set_session(session());
+    request.set_request_id(options.request_id.empty() ? RandomId()
+                                                      : options.request_id);
+    request.set_version(options.version);
+    request.set_step(options.step);
+    *request.mutable_options() = options.update;
+    v1::PublishVersionResponse response;
+    const absl::Status status =
+        Call("PublishVersion", deadline, [&](grpc::ClientContext* context) {
+          return stub_->PublishVersion(context, request, &response);
+        });
+    if (!status.ok()) return status;
+    PublishResult result;
+    result.version_name = response.version_name();
+    result.version = response.version();
+    result.update_id = response.update_id();
+    result.copied_bytes = response.copied_bytes();
+    result.copy_duration = FromProto(response.copy_duration());
+    result.stall = absl::Now() - start;
+    return result;
+  }
+
+  absl::StatusOr<v1::Version> Wait(const PublishResult& published,
+                                   absl::Time deadline) {
+    v1::WaitVersionRequest request;
+    request.set_name(published.version_name);
+    request.set_update_id(published.update_id);
+    v1::Version version;
+    while (true) {
+      // The daemon's answer "it goes on" must come before the call's deadline.
+      const absl::Duration left = deadline - absl::Now();
+      *request.mutable_timeout() =
+          ToProto(std::max(left, absl::ZeroDuration()));
+      const absl::Status status =
+          Call("WaitVersion", deadline + absl::Seconds(5),
+               [&](grpc::ClientContext* context) {
+                 return stub_->WaitVersion(context, request, &version);
+               });
+      if (status.ok()) return version;
+      // A server's limit may be shorter than the caller's.
+      if (!absl::IsDeadlineExceeded(status) || absl::Now() >= deadline) {
+        return status;
+      }
+    }
+  }
+
+  absl::StatusOr<v1::PrepareResponse> Prepare(absl::Duration timeout) {
+    v1::PrepareRequest request;
+    request.set_model(options_.model);
+    *request.mutable_timeout() = ToProto(timeout);
+    v1::PrepareResponse response;
+    const absl::Status status =
+        Call("Prepare", absl::Now() + timeout + absl::Seconds(5),
+             [&](grpc::ClientContext* context) {
+               return admin_->Prepare(context, request, &response);
+             });
+    if (!status.ok()) return status;
+    return response;
+  }
+
+  absl::Status status() const { return LeaseStatus(); }
+
+  std::string node() const { return lease_.terms().node; }
+
+ private:
+  using TrainerLease = Lease<v1::TrainerHeartbeat, v1::TrainerEvent>;
+
+  struct MappedArena {
+    TrainerArena arena;
+    std::shared_ptr<transport::Segment> segment;
+  };
+
+  std::string Name() const {
+    return absl::StrCat("rank ", options_.rank, " of ", options_.model);
+  }
+
+  LeaseOptions MakeLeaseOptions() const {
+    LeaseOptions lease;
+    lease.what = Name();
+    lease.register_timeout = options_.connect_timeout;
+    lease.reconnect = false;
+    return lease;
+  }
+
+  TrainerLease::Callbacks MakeCallbacks() {
+    TrainerLease::Callbacks callbacks;
+    callbacks.start = [this](grpc::ClientContext* context, auto* reactor) {
+      context->set_wait_for_ready(true);
+      stub_->async()->OpenSession(context, reactor);
+    };
+    callbacks.registration = [this] {
+      v1::TrainerHeartbeat first;
+      v1::TrainerIdentity* identity = first.mutable_identity();
+      identity->set_model(options_.model);
+      identity->set_rank(options_.rank);
+      identity->set_world_size(options_.world_size);
+      identity->set_pid(getpid());
+      identity->set_protocol_version(kProtocolVersion);
+      identity->set_client(ClientName(options_.client));
+      return first;
+    };
+    callbacks.heartbeat = [] { return v1::TrainerHeartbeat(); };
+    callbacks.accepted = [this](const v1::TrainerEvent& event,
+                                LeaseTerms* terms) {
+      if (!event.has_opened()) return false;
+      terms->heartbeat_interval =
+          FromProto(event.opened().heartbeat_interval());
+      terms->heartbeat_timeout = FromProto(event.opened().heartbeat_timeout());
+      terms->node = event.opened().node();
+      absl::MutexLock lock(&mutex_);
+      session_ = event.opened().session();
+      return true;
+    };
+    callbacks.message = [](const v1::TrainerEvent&,
+                           TrainerLease::StreamNumber) {};
+    callbacks.ended = [this](const absl::Status& status) {
+      absl::MutexLock lock(&mutex_);
+      ended_ = status;
+      for (grpc::ClientContext* context : running_) context->TryCancel();
+    };
+    return callbacks;
+  }
+
+  std::string session() const {
+    absl::MutexLock lock(&mutex_);
+    return session_;
+  }
+
+  // Index into arenas_ and so into the regions; -1 when it lies in none.
+  int RegionOf(const Tensor& shard) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    const char* data = static_cast<const char*>(shard.data);
+    const int64_t span = SpanBytes(shard);
+    for (size_t i = 0; i < arenas_.size(); ++i) {
+      const TrainerArena& arena = arenas_[i].arena;
+      if (data >= arena.data && span <= arena.size_bytes &&
+          data - arena.data <= arena.size_bytes - span) {
+        return static_cast<int>(i);
+      }
+    }
+    return -1;
+  }
+
+  absl::Status LeaseStatus() const {
+    absl::MutexLock lock(&mutex_);
+    if (ended_.ok() || ErrorReason(ended_) == "CLOSED") return ended_;
+    return ErrorStatus(
+        absl::StatusCode::kUnavailable, "LEASE_LOST",
+        absl::StrCat("The lease of ", Name(), " is lost; make a new Trainer. ",
+                     ended_.message()));
+  }
+
+  // Makes the call; again while the daemon is unavailable and the lease lives.
+  template <typename Fn>
+  absl::Status Call(absl::string_view what, absl::Time deadline, Fn call) {
+    absl::Duration backoff = absl::Milliseconds(50);
+    while (true) {
+      absl::Status status = LeaseStatus();
+      if (!status.ok()) return status;
+      grpc::ClientContext context;
+      PrepareContext(deadline, &context);
+      {
+        absl::MutexLock lock(&mutex_);
+        running_.insert(&context);
+        // The end of the lease may have come between the two.
+        if (!ended_.ok()) context.TryCancel();
+      }
+      status = CallStatus(what, call(&context));
+      absl::MutexLock lock(&mutex_);
+      running_.erase(&context);
+      if (status.ok()) return status;
+      if (absl::IsUnavailable(status) || absl::IsCancelled(status)) {
+        // Only the lease's end, the time or the daemon ends this loop.
+        mutex_.AwaitWithDeadline(
+            absl::Condition(
+                +[](Impl* i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(i->mutex_) {
+                  return !i->ended_.ok();
+                },
+                this),
+            std::min(deadline, absl::Now() + backoff));
+        backoff = std::min(backoff * 2, absl::Seconds(1));
+        if (!ended_.ok() || absl::Now() < deadline) continue;
+      }
+      return status;
+    }
+  }
+
+  const TrainerOptions options_;
+  const std::unique_ptr<v1::TrainerService::Stub> stub_;
+  const std::unique_ptr<v1::AdminService::Stub> admin_;
+  // Only to map arenas.
+  transport::HostMemory memory_;
+
+  mutable absl::Mutex mutex_;
+  std::string session_ ABSL_GUARDED_BY(mutex_);
+  std::vector<MappedArena> arenas_ ABSL_GUARDED_BY(mutex_);
+  // Not OK once the lease has ended.
+  absl::Status ended_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_set<grpc::ClientContext*> running_ ABSL_GUARDED_BY(mutex_);
+
+  TrainerLease lease_;
+};
+
+absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Connect(
+    TrainerOptions options) {
+  if (options.model.empty()) {
+    return ErrorStatus(absl::StatusCode::kInvalidArgument, "NAME_INVALID",
+                       "A trainer needs a model.");
+  }
+  options.model = ModelName(options.model);
+  auto channel = MakeChannel(options.address);
+  if (!channel.ok()) return channel.status();
+  const absl::Time deadline = absl::Now() + options.connect_timeout;
+  auto impl = std::make_unique<Impl>(std::move(options), *std::move(channel));
+  const absl::Status status = impl->WaitOpened(deadline + absl::Seconds(1));
+  if (!status.ok()) return status;
+  return std::unique_ptr<Trainer>(new Trainer(std::move(impl)));
+}
+
+Trainer::Trainer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Trainer::~Trainer() = default;
+
+absl::StatusOr<TrainerArena> Trainer::AllocateArena(int64_t size_bytes,
+                                                    absl::Duration timeout) {
+  return impl_->AllocateArena(size_bytes, absl::Now() + timeout);
+}
+absl::StatusOr<v1::RegisterShardsResponse> Trainer::RegisterShards(
+    const std::vector<Tensor>& shards, absl::Duration timeout) {
+  return impl_->RegisterShards(shards, absl::Now() + timeout);
+}
+absl::StatusOr<PublishResult> Trainer::Publish(const PublishOptions& options) {
+  return impl_->Publish(options);
+}
+absl::StatusOr<v1::Version> Trainer::Wait(const PublishResult& published,
+                                          absl::Duration timeout) {
+  return impl_->Wait(published, absl::Now() + timeout);
+}
+absl::StatusOr<v1::PrepareResponse> Trainer::Prepare(absl::Duration timeout) {
+  return impl_->Prepare(timeout);
+}
+absl::Status Trainer::status() const { return impl_->status(); }
+std::string Trainer::node() const { return impl_->node(); }
+void Trainer::Close() { impl_->Close(); }
+
+}  // namespace client
+}  // namespace weightsync

@@ -1,0 +1,166 @@
+// The trainer's side, one per rank: offers a model's weights as versions.
+//
+//   TrainerOptions options;
+//   options.model = "qwen";
+//   options.rank = rank;
+//   options.world_size = world_size;
+//   auto trainer = Trainer::Connect(options);
+//   auto arena = (*trainer)->AllocateArena(bytes);   // the tensors live in it
+//   ... place the tensors at arena->data ...
+//   (*trainer)->RegisterShards(shards);
+//   while (training) {
+//     ... a step ...
+//     auto published = (*trainer)->Publish(PublishOptions());
+//     // From here on the tensors may be changed.
+//   }
+//   (*trainer)->Wait(*published, absl::Minutes(5));   // when the outcome
+//   matters
+//
+// Every rank does so; the i-th calls of Publish of all ranks make one version.
+// A call returns as soon as this rank's tensors are copied out, and waits
+// neither for other ranks nor for the transfer.
+//
+// The connection is the rank's lease. When it is lost (the daemon was
+// restarted, or this process stood still for longer than the daemon's
+// heartbeat_timeout), every call answers UNAVAILABLE (LEASE_LOST): make a new
+// Trainer. The arenas stay mapped, with their bytes, until this object is
+// destroyed.
+//
+// Thread-safe, but the order of concurrent Publish calls is nobody's. One
+// thread.
+#ifndef WEIGHTSYNC_CLIENT_CC_TRAINER_H_
+#define WEIGHTSYNC_CLIENT_CC_TRAINER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/cc/tensor.h"
+#include "weightsync/v1/admin.pb.h"
+#include "weightsync/v1/trainer.pb.h"
+
+namespace weightsync {
+namespace client {
+
+struct TrainerOptions {
+  // See NormalizeAddress in client/cc/rpc.h; empty: DefaultAddress().
+  std::string address;
+  // With or without "models/".
+  std::string model;
+  int rank = 0;
+  int world_size = 1;
+  // For people; the library's name is put before it.
+  std::string client;
+  // Of Connect.
+  absl::Duration connect_timeout = absl::Seconds(20);
+};
+
+// Shared memory, mapped for reading and writing. 64-byte aligned at least.
+struct TrainerArena {
+  std::string arena_id;
+  char* data = nullptr;
+  int64_t size_bytes = 0;
+  // How long the daemon took to fault it in.
+  absl::Duration warm_up;
+};
+
+struct PublishOptions {
+  // Above every version before, or 0: the server counts on.
+  int64_t version = 0;
+  // The trainer's own label.
+  int64_t step = 0;
+  // Repeating a request_id publishes nothing and answers the same. Empty: the
+  // library makes one up, and uses it when it has to repeat the call.
+  std::string request_id;
+  // Modes and policies; the same on all ranks.
+  v1::UpdateOptions update;
+  absl::Duration timeout = absl::Seconds(150);
+};
+
+struct PublishResult {
+  // "models/{model}/versions/{version}".
+  std::string version_name;
+  int64_t version = 0;
+  std::string update_id;
+  // What was copied out for this rank, and how long the copying took.
+  int64_t copied_bytes = 0;
+  absl::Duration copy_duration;
+  // How long the call took: what the trainer was kept from its work.
+  absl::Duration stall;
+};
+
+class Trainer {
+ public:
+  // Opens the rank's session.
+  //   INVALID_ARGUMENT  ADDRESS_INVALID, NAME_INVALID, and those of
+  //   OpenSession. DEADLINE_EXCEEDED  REGISTER_TIMEOUT: no daemon answered.
+  //   Everything that TrainerService.OpenSession answers.
+  static absl::StatusOr<std::unique_ptr<Trainer>> Connect(
+      TrainerOptions options);
+
+  // Closes, and unmaps the arenas: no pointer into them may be used any more.
+  ~Trainer();
+
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  // Memory for this rank's tensors. It is faulted in before the call returns,
+  // which takes about a second per GB.
+  //   Everything that AllocateArena answers (MEMORY_EXHAUSTED, ...), and the
+  //   errors of mapping it.
+  absl::StatusOr<TrainerArena> AllocateArena(
+      int64_t size_bytes, absl::Duration timeout = absl::Minutes(2));
+
+  // Says which part of which parameter lies where. `data` of each must lie in
+  // one of the arenas, whole. Replaces what was registered before. A rank may
+  // hold none.
+  //   INVALID_ARGUMENT  those of CheckTensors; MEMORY_OUT_OF_RANGE: a shard
+  //   does not
+  //     lie in an arena of this trainer.
+  //   Everything that RegisterShards answers.
+  absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
+      const std::vector<Tensor>& shards,
+      absl::Duration timeout = absl::Seconds(60));
+
+  // Offers the tensors as they are now. When it returns OK they may be changed;
+  // the caller leaves them alone until then. A broken connection is tried
+  // again, with the same request_id, until `options.timeout`.
+  //   Everything that PublishVersion answers.
+  absl::StatusOr<PublishResult> Publish(const PublishOptions& options);
+
+  // Waits for the outcome: the version when every replica serves it.
+  //   ABORTED, with the update's own reason and sentence.
+  //   DEADLINE_EXCEEDED  WAIT_TIMEOUT: it goes on; the sentence says where it
+  //   is.
+  absl::StatusOr<v1::Version> Wait(const PublishResult& published,
+                                   absl::Duration timeout);
+
+  // Joins groups and reserves memory ahead of the first publish. Idempotent;
+  // every rank may call it.
+  //   Everything that AdminService.Prepare answers.
+  absl::StatusOr<v1::PrepareResponse> Prepare(absl::Duration timeout);
+
+  // OK while the lease lives; LEASE_LOST or CLOSED, with the reason,
+  // afterwards.
+  absl::Status status() const;
+  // "nodes/{node}" of the daemon.
+  std::string node() const;
+
+  // Ends the session: the rank is deregistered. Calls that run are cancelled.
+  // Arenas stay mapped. Idempotent.
+  void Close();
+
+ private:
+  class Impl;
+  explicit Trainer(std::unique_ptr<Impl> impl);
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace client
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_CLIENT_CC_TRAINER_H_

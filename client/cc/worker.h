@@ -1,0 +1,137 @@
+// The inference side, one per GPU: receives versions of a model's weights into
+// live tensors whose addresses never change.
+//
+//   WorkerOptions options;
+//   options.model = "qwen";
+//   options.replica = "replica-0";
+//   options.incarnation = incarnation;   // the same as the Replica's
+//   auto worker = Worker::Start(options, tensors);
+//   if (!worker.ok()) ...
+//   (*worker)->WaitRegistered(absl::Seconds(30));
+//
+// From then on updates arrive by themselves: the daemon commands them only
+// while the replica is paused (client/cc/replica.h), so the engine sees no byte
+// change while it generates.
+//
+// What lies in the tensors is INSTALLED(u), or WRITING(u) from just before the
+// first byte of u is written until the last one was and the store's generations
+// still hold: a mix. The daemon is told of WRITING before the first byte; where
+// it cannot be told, nothing is written. WRITING stands until a whole update
+// was applied, across broken streams and restarts of the daemon: at every
+// registration the worker says what is in its memory.
+//
+// Broken streams are mended by the library: it registers again after a
+// back-off, for as long as the object lives, unless the daemon's answer is one
+// that trying again cannot change (see ended()).
+//
+// Thread-safe. Two threads: one for the daemon, one for copies; more while a
+// copy runs.
+#ifndef WEIGHTSYNC_CLIENT_CC_WORKER_H_
+#define WEIGHTSYNC_CLIENT_CC_WORKER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "client/cc/tensor.h"
+#include "weightsync/v1/types.pb.h"
+
+namespace weightsync {
+namespace client {
+
+// One apply, when it has ended.
+struct AppliedInfo {
+  std::string update_id;
+  int64_t version = 0;
+  int64_t step = 0;
+  // OK: the tensors hold the update. Otherwise see Worker::installed().
+  absl::Status status;
+  int64_t copied_bytes = 0;
+  absl::Duration copy_duration;
+};
+
+struct WorkerOptions {
+  // See NormalizeAddress in client/cc/rpc.h; empty: DefaultAddress().
+  std::string address;
+  // With or without "models/".
+  std::string model;
+  std::string replica;
+  // The same for the replica and all of its workers, another after every
+  // restart of the engine (RandomId() of client/cc/rpc.h).
+  std::string incarnation;
+  int worker_index = 0;
+  int worker_count = 1;
+  // For people; the library's name is put before it.
+  std::string client;
+  // Threads that copy; 0: as many as the machine has CPUs, at most 4.
+  int copy_threads = 0;
+  // What the tensors hold at the start; default: what the engine loaded.
+  v1::InstalledState installed;
+  // Called on the copying thread when the tensors are about to become a mix:
+  // after the daemon was told, before the first byte.
+  std::function<void(const std::string& update_id)> on_writing;
+  // Called on the copying thread after every apply, before the daemon is told.
+  // Must return soon: the replica is paused.
+  std::function<void(const AppliedInfo&)> on_applied;
+  // Of registering, and of the back-off between attempts.
+  absl::Duration register_timeout = absl::Seconds(20);
+  absl::Duration max_backoff = absl::Seconds(5);
+};
+
+class Worker {
+ public:
+  // Checks the tensors and starts to register. Memory that `tensors` point to
+  // must stay valid until Close.
+  //   INVALID_ARGUMENT: those of CheckTensors; WORKER_INDEX_INVALID,
+  //     NAME_INVALID (no model, replica or incarnation), ADDRESS_INVALID.
+  static absl::StatusOr<std::unique_ptr<Worker>> Start(
+      WorkerOptions options, std::vector<Tensor> tensors);
+
+  // As Close.
+  ~Worker();
+
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  // Waits until the daemon knows the worker. The daemon's own error when it has
+  // refused for good (PARAMETER_UNKNOWN, SHAPE_MISMATCH, WORKER_TAKEN, ...);
+  // DEADLINE_EXCEEDED (REGISTER_TIMEOUT) otherwise: it goes on trying.
+  absl::Status WaitRegistered(absl::Duration timeout);
+
+  // What is in the tensors now.
+  v1::InstalledState installed() const;
+
+  // Waits until a version of at least `version` is installed, or any update
+  // when `version` is 0. DEADLINE_EXCEEDED (INSTALL_TIMEOUT); the daemon's
+  // error when it has refused the worker for good; CANCELLED (CLOSED).
+  absl::Status WaitInstalled(int64_t version, absl::Duration timeout);
+
+  // The engine has dropped its weights (deep sleep): what was installed is
+  // gone. Registers anew with that, so that the newest version is applied
+  // again. FAILED_PRECONDITION (APPLY_RUNNING) while a copy runs.
+  absl::Status MarkDropped();
+
+  // OK while registered; why not, otherwise.
+  absl::Status status() const;
+  // No further attempt to register will be made: closed, or refused for good.
+  bool ended() const;
+
+  // Ends the registration and joins the threads; waits for a copy that runs.
+  // Idempotent. The tensors are not touched after it.
+  void Close();
+
+ private:
+  class Impl;
+  explicit Worker(std::unique_ptr<Impl> impl);
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace client
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_CLIENT_CC_WORKER_H_

@@ -1,0 +1,581 @@
+#include "client/ctl/commands.h"
+
+#include <google/protobuf/util/json_util.h>
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "client/cc/rpc.h"
+#include "client/cc/wire_time.h"
+#include "client/ctl/format.h"
+#include "client/ctl/help.h"
+#include "client/ctl/names.h"
+#include "client/ctl/render.h"
+#include "weightsync/v1/admin.grpc.pb.h"
+
+namespace weightsync {
+namespace ctl {
+namespace {
+
+constexpr absl::Duration kDefaultTimeout = absl::Seconds(10);
+
+struct Arguments {
+  std::string command;
+  std::vector<std::string> positional;
+  std::string address;
+  absl::optional<absl::Duration> timeout;
+  bool json = false;
+  bool help = false;
+};
+
+// Takes "--name value" and "--name=value".
+absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
+                                const std::string& default_address) {
+  Arguments parsed;
+  parsed.address = default_address;
+  const auto usage = [](const std::string& message) {
+    return absl::InvalidArgumentError(message);
+  };
+  for (size_t i = 0; i < args.size(); ++i) {
+    std::string name = args[i];
+    if (!absl::StartsWith(name, "-") || name == "-") {
+      if (parsed.command.empty()) {
+        parsed.command = name;
+      } else {
+        parsed.positional.push_back(name);
+      }
+      continue;
+    }
+    if (name == "--json") {
+      parsed.json = true;
+      continue;
+    }
+    if (name == "--help" || name == "-h") {
+      parsed.help = true;
+      continue;
+    }
+    std::string value;
+    const size_t equals = name.find('=');
+    if (equals != std::string::npos) {
+      value = name.substr(equals + 1);
+      name.resize(equals);
+    }
+    if (name != "--address" && name != "--timeout") {
+      return usage(absl::StrCat("unknown option ", name));
+    }
+    if (equals == std::string::npos) {
+      if (i + 1 == args.size()) {
+        return usage(absl::StrCat(name, " needs a value"));
+      }
+      value = args[++i];
+    }
+    if (name == "--address") {
+      parsed.address = value;
+      continue;
+    }
+    absl::Duration timeout;
+    if (!absl::ParseDuration(value, &timeout) ||
+        timeout <= absl::ZeroDuration()) {
+      return usage(absl::StrCat("--timeout ", value,
+                                " is no time: write 500ms, 10s or 2m"));
+    }
+    parsed.timeout = timeout;
+  }
+  return parsed;
+}
+
+absl::StatusOr<std::string> ToJson(const google::protobuf::Message& message,
+                                   bool pretty) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.add_whitespace = pretty;
+  options.always_print_primitive_fields = true;
+  std::string text;
+  const auto status =
+      google::protobuf::util::MessageToJsonString(message, &text, options);
+  if (!status.ok()) return absl::InternalError(status.ToString());
+  return text;
+}
+
+int ExitOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return kExitOk;
+    case absl::StatusCode::kUnavailable:
+      return kExitUnreachable;
+    case absl::StatusCode::kNotFound:
+      return kExitNotFound;
+    case absl::StatusCode::kDeadlineExceeded:
+      // A daemon that does not answer, not one that says that time is up.
+      return ErrorReason(status) == "CALL_TIMEOUT" ? kExitUnreachable
+                                                   : kExitError;
+    default:
+      return kExitError;
+  }
+}
+
+class Ctl {
+ public:
+  Ctl(const Arguments& arguments, std::shared_ptr<grpc::Channel> channel,
+      const Screen& screen)
+      : arguments_(arguments),
+        stub_(v1::AdminService::NewStub(std::move(channel))),
+        screen_(screen) {}
+
+  int Status();
+  int Watch();
+  int Models();
+  int Versions();
+  int Replicas();
+  int Nodes();
+  int Prepare();
+
+ private:
+  absl::Duration timeout() const {
+    return arguments_.timeout.value_or(kDefaultTimeout);
+  }
+
+  int Fail(const absl::Status& status) {
+    *screen_.err << "weightsyncctl: " << ErrorReason(status) << ": "
+                 << status.message() << "\n";
+    return ExitOf(status);
+  }
+  int Usage(const std::string& message) {
+    *screen_.err << "weightsyncctl: " << message << "\n\n"
+                 << CommandHelp(arguments_.command);
+    return kExitUsage;
+  }
+  int UsageOf(const absl::Status& status) {
+    return Usage(std::string(status.message()));
+  }
+
+  int Print(const google::protobuf::Message& message,
+            const std::function<std::string()>& text) {
+    if (!arguments_.json) {
+      *screen_.out << text();
+      return kExitOk;
+    }
+    const absl::StatusOr<std::string> json = ToJson(message, /*pretty=*/true);
+    if (!json.ok()) return Fail(json.status());
+    *screen_.out << *json;
+    if (!absl::EndsWith(*json, "\n")) *screen_.out << "\n";
+    return kExitOk;
+  }
+
+  template <typename Fn>
+  absl::Status Call(const char* what, Fn call) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + timeout()));
+    return client::CallStatus(what, call(&context));
+  }
+
+  // All pages. `merged` is the response with every item in it.
+  template <typename Request, typename Response, typename Fn>
+  absl::Status ListAll(const char* what, Request request, Response* merged,
+                       Fn call) {
+    request.set_page_size(1000);
+    do {
+      Response page;
+      const absl::Status status = Call(what, [&](grpc::ClientContext* context) {
+        return call(context, request, &page);
+      });
+      if (!status.ok()) return status;
+      request.set_page_token(page.next_page_token());
+      page.clear_next_page_token();
+      merged->MergeFrom(page);
+    } while (!request.page_token().empty());
+    return absl::OkStatus();
+  }
+
+  absl::Status ListNodes(v1::ListNodesResponse* response) {
+    return ListAll("ListNodes", v1::ListNodesRequest(), response,
+                   [this](auto* c, const auto& q, auto* r) {
+                     return stub_->ListNodes(c, q, r);
+                   });
+  }
+  absl::Status ListModels(v1::ListModelsResponse* response) {
+    return ListAll("ListModels", v1::ListModelsRequest(), response,
+                   [this](auto* c, const auto& q, auto* r) {
+                     return stub_->ListModels(c, q, r);
+                   });
+  }
+  absl::Status ListReplicas(const std::string& parent,
+                            v1::ListReplicasResponse* response) {
+    v1::ListReplicasRequest request;
+    request.set_parent(parent);
+    return ListAll("ListReplicas", request, response,
+                   [this](auto* c, const auto& q, auto* r) {
+                     return stub_->ListReplicas(c, q, r);
+                   });
+  }
+  absl::Status ListVersions(const std::string& parent,
+                            v1::ListVersionsResponse* response) {
+    v1::ListVersionsRequest request;
+    request.set_parent(parent);
+    return ListAll("ListVersions", request, response,
+                   [this](auto* c, const auto& q, auto* r) {
+                     return stub_->ListVersions(c, q, r);
+                   });
+  }
+
+  // The version that `watch` follows.
+  absl::StatusOr<std::string> WatchedName();
+
+  template <typename T>
+  static std::vector<T> ToVector(
+      const google::protobuf::RepeatedPtrField<T>& items) {
+    return std::vector<T>(items.begin(), items.end());
+  }
+
+  const Arguments& arguments_;
+  const std::unique_ptr<v1::AdminService::Stub> stub_;
+  const Screen& screen_;
+};
+
+int Ctl::Status() {
+  if (!arguments_.positional.empty()) return Usage("status takes no argument");
+  v1::Cluster cluster;
+  v1::ListNodesResponse nodes;
+  v1::ListModelsResponse models;
+  v1::ListReplicasResponse replicas;
+  absl::Status status = Call("GetCluster", [&](grpc::ClientContext* context) {
+    return stub_->GetCluster(context, v1::GetClusterRequest(), &cluster);
+  });
+  if (status.ok()) status = ListNodes(&nodes);
+  if (status.ok()) status = ListModels(&models);
+  if (status.ok()) status = ListReplicas("models/-", &replicas);
+  if (!status.ok()) return Fail(status);
+  // The newest of each model, and the one that runs.
+  v1::ListVersionsResponse versions;
+  for (const v1::Model& model : models.models()) {
+    std::vector<std::string> names = {
+        absl::StrCat(model.name(), "/versions/latest")};
+    if (!model.updating_version().empty()) {
+      names.push_back(model.updating_version());
+    }
+    for (const std::string& name : names) {
+      v1::GetVersionRequest request;
+      request.set_name(name);
+      v1::Version version;
+      status = Call("GetVersion", [&](grpc::ClientContext* context) {
+        return stub_->GetVersion(context, request, &version);
+      });
+      // There is none before the first publish, and old ones are forgotten.
+      if (absl::IsNotFound(status)) continue;
+      if (!status.ok()) return Fail(status);
+      const bool known =
+          std::any_of(versions.versions().begin(), versions.versions().end(),
+                      [&](const v1::Version& v) {
+                        return v.update_id() == version.update_id();
+                      });
+      if (!known) *versions.add_versions() = version;
+    }
+  }
+  if (!arguments_.json) {
+    Snapshot snapshot;
+    snapshot.cluster = cluster;
+    snapshot.nodes = ToVector(nodes.nodes());
+    snapshot.models = ToVector(models.models());
+    snapshot.replicas = ToVector(replicas.replicas());
+    snapshot.versions = ToVector(versions.versions());
+    *screen_.out << RenderStatus(snapshot, absl::Now());
+    return kExitOk;
+  }
+  const auto list = [](const auto& items) {
+    return absl::StrJoin(items, ",", [](std::string* out, const auto& item) {
+      out->append(ToJson(item, /*pretty=*/false).value_or("{}"));
+    });
+  };
+  *screen_.out << "{\"cluster\":"
+               << ToJson(cluster, /*pretty=*/false).value_or("{}")
+               << ",\"nodes\":[" << list(nodes.nodes()) << "],\"models\":["
+               << list(models.models()) << "],\"replicas\":["
+               << list(replicas.replicas()) << "],\"versions\":["
+               << list(versions.versions()) << "]}\n";
+  return kExitOk;
+}
+
+absl::StatusOr<std::string> Ctl::WatchedName() {
+  if (arguments_.positional.empty()) {
+    v1::ListModelsResponse models;
+    const absl::Status status = ListModels(&models);
+    if (!status.ok()) return status;
+    if (models.models().empty()) {
+      return ErrorStatus(absl::StatusCode::kNotFound, "MODEL_UNKNOWN",
+                         "There is no model yet.");
+    }
+    if (models.models_size() > 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "there are several models, name one: ",
+          absl::StrJoin(models.models(), ", ",
+                        [](std::string* out, const v1::Model& model) {
+                          out->append(LastPart(model.name()));
+                        })));
+    }
+    return absl::StrCat(models.models(0).name(), "/versions/latest");
+  }
+  const absl::StatusOr<Name> name =
+      ParseName(arguments_.positional[0], "versions");
+  if (!name.ok()) return name.status();
+  return name->resource.empty() ? absl::StrCat(name->model, "/versions/latest")
+                                : name->resource;
+}
+
+int Ctl::Watch() {
+  if (arguments_.positional.size() > 1) return Usage("watch takes one VERSION");
+  const absl::StatusOr<std::string> name = WatchedName();
+  if (!name.ok()) {
+    return absl::IsInvalidArgument(name.status()) ? UsageOf(name.status())
+                                                  : Fail(name.status());
+  }
+  const bool latest = absl::EndsWith(*name, "/latest");
+  v1::WatchVersionRequest request;
+  request.set_name(*name);
+  grpc::ClientContext context;
+  if (arguments_.timeout.has_value()) {
+    context.set_deadline(absl::ToChronoTime(absl::Now() + *arguments_.timeout));
+  }
+  const std::unique_ptr<grpc::ClientReader<v1::Version>> reader =
+      stub_->WatchVersion(&context, request);
+  v1::Version version;
+  std::string shown_update;
+  v1::Version::State shown_state = v1::Version::STATE_UNSPECIFIED;
+  int shown_tenth = -1;
+  bool line_open = false;
+  while (reader->Read(&version)) {
+    const bool ended = HasEnded(version);
+    const absl::Time now = absl::Now();
+    if (arguments_.json) {
+      *screen_.out << ToJson(version, /*pretty=*/false).value_or("{}") << "\n";
+    } else if (screen_.terminal) {
+      if (line_open && shown_update != version.update_id()) {
+        *screen_.out << "\n";
+      }
+      *screen_.out << "\r\033[K" << ProgressBar(version, now, screen_.columns);
+      if (ended) *screen_.out << "\n";
+      line_open = !ended;
+    } else {
+      // A line for each state, and for each tenth of a state that takes long.
+      const int tenth = static_cast<int>(Fraction(version) * 10);
+      if (shown_update != version.update_id() ||
+          shown_state != version.state() || tenth > shown_tenth) {
+        *screen_.out << ProgressLine(version, now) << "\n";
+        shown_tenth = tenth;
+      }
+    }
+    screen_.out->flush();
+    shown_update = version.update_id();
+    shown_state = version.state();
+  }
+  if (line_open) *screen_.out << "\n";
+  const absl::Status status =
+      client::CallStatus("WatchVersion", reader->Finish());
+  if (status.ok()) {
+    if (shown_state == v1::Version::STATE_ACTIVE) return kExitOk;
+    if (shown_state == v1::Version::STATE_ABORTED) return kExitAborted;
+    return Fail(ErrorStatus(absl::StatusCode::kUnavailable, "STREAM_ENDED",
+                            "The daemon ended the watch before the version "
+                            "had ended."));
+  }
+  if (absl::IsDeadlineExceeded(status) && arguments_.timeout.has_value()) {
+    // Asked for; the newest version is followed until then.
+    if (latest) return kExitOk;
+    return Fail(ErrorStatus(
+        absl::StatusCode::kDeadlineExceeded, "WATCH_TIMEOUT",
+        absl::StrCat(*name, " goes on after ",
+                     absl::FormatDuration(*arguments_.timeout), ".")));
+  }
+  return Fail(status);
+}
+
+int Ctl::Models() {
+  if (arguments_.positional.empty()) {
+    v1::ListModelsResponse response;
+    const absl::Status status = ListModels(&response);
+    if (!status.ok()) return Fail(status);
+    return Print(response,
+                 [&] { return RenderModels(ToVector(response.models())); });
+  }
+  if (arguments_.positional.size() > 1) return Usage("models takes one MODEL");
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::GetModelRequest request;
+  request.set_name(*name);
+  v1::Model model;
+  const absl::Status status =
+      Call("GetModel", [&](grpc::ClientContext* context) {
+        return stub_->GetModel(context, request, &model);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(model, [&] { return RenderModel(model); });
+}
+
+int Ctl::Versions() {
+  if (arguments_.positional.size() > 1) {
+    return Usage("versions takes one MODEL or VERSION");
+  }
+  Name name;
+  name.model = "models/-";
+  if (!arguments_.positional.empty()) {
+    const auto parsed = ParseName(arguments_.positional[0], "versions");
+    if (!parsed.ok()) return UsageOf(parsed.status());
+    name = *parsed;
+  }
+  if (name.resource.empty()) {
+    v1::ListVersionsResponse response;
+    const absl::Status status = ListVersions(name.model, &response);
+    if (!status.ok()) return Fail(status);
+    return Print(response, [&] {
+      return RenderVersions(ToVector(response.versions()), absl::Now());
+    });
+  }
+  v1::GetVersionRequest request;
+  request.set_name(name.resource);
+  v1::Version version;
+  const absl::Status status =
+      Call("GetVersion", [&](grpc::ClientContext* context) {
+        return stub_->GetVersion(context, request, &version);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(version, [&] { return RenderVersion(version, absl::Now()); });
+}
+
+int Ctl::Replicas() {
+  if (arguments_.positional.size() > 1) {
+    return Usage("replicas takes one MODEL or REPLICA");
+  }
+  Name name;
+  name.model = "models/-";
+  if (!arguments_.positional.empty()) {
+    const auto parsed = ParseName(arguments_.positional[0], "replicas");
+    if (!parsed.ok()) return UsageOf(parsed.status());
+    name = *parsed;
+  }
+  if (name.resource.empty()) {
+    v1::ListReplicasResponse response;
+    const absl::Status status = ListReplicas(name.model, &response);
+    if (!status.ok()) return Fail(status);
+    return Print(response,
+                 [&] { return RenderReplicas(ToVector(response.replicas())); });
+  }
+  v1::GetReplicaRequest request;
+  request.set_name(name.resource);
+  v1::Replica replica;
+  const absl::Status status =
+      Call("GetReplica", [&](grpc::ClientContext* context) {
+        return stub_->GetReplica(context, request, &replica);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(replica, [&] { return RenderReplica(replica); });
+}
+
+int Ctl::Nodes() {
+  if (arguments_.positional.empty()) {
+    v1::ListNodesResponse response;
+    const absl::Status status = ListNodes(&response);
+    if (!status.ok()) return Fail(status);
+    return Print(response, [&] {
+      return RenderNodes(ToVector(response.nodes()), absl::Now());
+    });
+  }
+  if (arguments_.positional.size() > 1) return Usage("nodes takes one NODE");
+  const auto name = ParseTopName(arguments_.positional[0], "nodes");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::GetNodeRequest request;
+  request.set_name(*name);
+  v1::Node node;
+  const absl::Status status =
+      Call("GetNode", [&](grpc::ClientContext* context) {
+        return stub_->GetNode(context, request, &node);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(node, [&] { return RenderNode(node, absl::Now()); });
+}
+
+int Ctl::Prepare() {
+  if (arguments_.positional.size() != 1) return Usage("prepare needs a MODEL");
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::PrepareRequest request;
+  request.set_model(*name);
+  // The daemon's own answer comes before the call's deadline.
+  *request.mutable_timeout() = client::ToProto(timeout() * 0.9);
+  v1::PrepareResponse response;
+  const absl::Status status =
+      Call("Prepare", [&](grpc::ClientContext* context) {
+        return stub_->Prepare(context, request, &response);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(response, [&] {
+    return absl::StrCat(
+        *name, " is ready: layout ", response.layout_id(), ", ",
+        response.bucket_count(), " buckets, ",
+        HumanBytes(response.wire_bytes()), " over the network, prepared in ",
+        HumanDuration(client::FromProto(response.prepare_duration())), "\n");
+  });
+}
+
+}  // namespace
+
+int Run(const std::vector<std::string>& args,
+        const std::string& default_address, const Screen& screen) {
+  const absl::StatusOr<Arguments> parsed = Parse(args, default_address);
+  if (!parsed.ok()) {
+    *screen.err << "weightsyncctl: " << parsed.status().message() << "\n\n"
+                << GeneralHelp();
+    return kExitUsage;
+  }
+  const Arguments& arguments = *parsed;
+  if (arguments.command.empty() || arguments.command == "help" ||
+      arguments.help) {
+    std::string topic = arguments.command;
+    if (topic == "help") {
+      topic = arguments.positional.empty() ? "" : arguments.positional[0];
+    }
+    const std::string text = topic.empty() ? GeneralHelp() : CommandHelp(topic);
+    if (text.empty() || args.empty()) {
+      if (text.empty()) {
+        *screen.err << "weightsyncctl: there is no command " << topic << "\n\n";
+      }
+      *screen.err << GeneralHelp();
+      return kExitUsage;
+    }
+    *screen.out << text;
+    return kExitOk;
+  }
+  static const struct {
+    const char* name;
+    int (Ctl::*run)();
+  } kCommands[] = {
+      {"status", &Ctl::Status},     {"watch", &Ctl::Watch},
+      {"models", &Ctl::Models},     {"versions", &Ctl::Versions},
+      {"replicas", &Ctl::Replicas}, {"nodes", &Ctl::Nodes},
+      {"prepare", &Ctl::Prepare},
+  };
+  for (const auto& command : kCommands) {
+    if (arguments.command != command.name) continue;
+    auto channel = client::MakeChannel(arguments.address);
+    if (!channel.ok()) {
+      *screen.err << "weightsyncctl: " << channel.status().message() << "\n";
+      return kExitUsage;
+    }
+    return (Ctl(arguments, *std::move(channel), screen).*command.run)();
+  }
+  *screen.err << "weightsyncctl: there is no command " << arguments.command
+              << "\n\n"
+              << GeneralHelp();
+  return kExitUsage;
+}
+
+}  // namespace ctl
+}  // namespace weightsync

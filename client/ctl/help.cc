@@ -1,0 +1,103 @@
+#include "client/ctl/help.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace weightsync {
+namespace ctl {
+namespace {
+
+struct Command {
+  const char* name;
+  const char* line;
+  const char* text;
+};
+
+constexpr Command kCommands[] = {
+    {"status", "the cluster at a glance",
+     R"(weightsyncctl status [--json]
+
+The cluster, its nodes, models and replicas, and the newest version of each
+model with its progress. With --json one object: cluster, nodes, models,
+replicas, versions.
+)"},
+    {"watch", "follow a version as it goes",
+     R"(weightsyncctl watch [VERSION] [--json]
+
+Follows a version until it has ended: a progress bar on a terminal, a line for
+each step otherwise, an object on a line with --json.
+
+VERSION is models/MODEL/versions/N, or MODEL/N. MODEL alone (or MODEL/latest)
+follows the newest version and goes on to the next ones until you stop it or
+--timeout has passed; without VERSION that of the only model.
+
+Exit code 5 when the version was aborted.
+)"},
+    {"models", "what is versioned",
+     R"(weightsyncctl models [MODEL] [--json]
+
+All models; or one, with its trainer ranks and parameters.
+)"},
+    {"versions", "what was published",
+     R"(weightsyncctl versions [MODEL | VERSION] [--json]
+
+The versions of all models, or of MODEL, newest first; or one VERSION
+(MODEL/N, MODEL/latest) with its phases, ranks, nodes and replicas.
+)"},
+    {"replicas", "who serves what",
+     R"(weightsyncctl replicas [MODEL | REPLICA] [--json]
+
+The replicas of all models, or of MODEL; or one REPLICA (MODEL/NAME, or
+models/MODEL/replicas/NAME) with its workers and when it was away.
+)"},
+    {"nodes", "the daemons",
+     R"(weightsyncctl nodes [NODE] [--json]
+
+All nodes, or one with its memory and labels.
+)"},
+    {"prepare", "make ready for the next update, without moving data",
+     R"(weightsyncctl prepare MODEL [--json]
+
+Has groups joined and memory reserved, so that the next update finds all of it
+there. Moves no weights; safe to repeat.
+)"},
+    {"help", "this, or help about a command", "weightsyncctl help [COMMAND]\n"},
+};
+
+}  // namespace
+
+std::string GeneralHelp() {
+  std::string out =
+      R"(weightsyncctl: look at a weightsync cluster.
+
+usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
+                     [--json]
+
+)";
+  for (const Command& command : kCommands) {
+    absl::StrAppend(&out, "  ", command.name,
+                    std::string(10 - std::string(command.name).size(), ' '),
+                    command.line, "\n");
+  }
+  absl::StrAppend(&out, R"(
+  --address ADDRESS  a daemon, any of the cluster: host:port, unix:/path or
+                     /path. Default: $WEIGHTSYNC_ADDRESS, else the daemon of
+                     this machine (/run/weightsync/weightsyncd.sock, else
+                     127.0.0.1:7670).
+  --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; watch: never.
+  --json             protobuf JSON, for programs
+
+exit codes: 0 ok, 1 error, 2 usage, 3 unreachable, 4 not found, 5 the watched
+version was aborted
+)");
+  return out;
+}
+
+std::string CommandHelp(absl::string_view name) {
+  for (const Command& command : kCommands) {
+    if (name == command.name) return command.text;
+  }
+  return "";
+}
+
+}  // namespace ctl
+}  // namespace weightsync

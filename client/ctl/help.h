@@ -1,0 +1,19 @@
+// What weightsyncctl says about itself.
+#ifndef WEIGHTSYNC_CLIENT_CTL_HELP_H_
+#define WEIGHTSYNC_CLIENT_CTL_HELP_H_
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace weightsync {
+namespace ctl {
+
+std::string GeneralHelp();
+// Empty for an unknown command.
+std::string CommandHelp(absl::string_view command);
+
+}  // namespace ctl
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_CLIENT_CTL_HELP_H_

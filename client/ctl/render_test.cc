@@ -1,0 +1,213 @@
+#include "client/ctl/render.h"
+
+#include <google/protobuf/text_format.h>
+#include <gtest/gtest.h>
+
+namespace weightsync {
+namespace ctl {
+namespace {
+
+template <typename T>
+T Parse(const std::string& text) {
+  T message;
+  EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, &message));
+  return message;
+}
+
+absl::Time Now() { return absl::FromUnixSeconds(2000); }
+
+v1::Version Moving() {
+  return Parse<v1::Version>(R"(
+    name: "models/qwen/versions/3" version: 3
+    update_id: "0123456789abcdef0123456789abcdef"
+    state: STATE_MOVING
+    create_time { seconds: 1998 }
+    total_bytes: 988065536 wire_bytes: 988065536 moved_bytes: 613000000
+    bucket_count: 12)");
+}
+
+v1::Version Active() {
+  return Parse<v1::Version>(R"(
+    name: "models/qwen/versions/2" version: 2 step: 7
+    update_id: "fedcba9876543210fedcba9876543210"
+    state: STATE_ACTIVE layout_id: "00aa"
+    create_time { seconds: 1900 } end_time { seconds: 1901 nanos: 500000000 }
+    total_bytes: 988065536 wire_bytes: 988065536 moved_bytes: 988065536
+    bucket_count: 12 digest { lane0: 1 lane1: 255 }
+    phases { phase: "transfer" measured { nanos: 800000000 } }
+    phases { phase: "apply" measured { nanos: 200000000 }
+             predicted { nanos: 180000000 } }
+    ranks { rank: 0 snapshot_time { seconds: 1900 } copied_bytes: 329355264
+            copy_duration { nanos: 100000000 } }
+    nodes { node: "nodes/b" received_bytes: 988065536 needed_bytes: 988065536
+            verified: true repaired_frames: 2 }
+    replicas { replica: "models/qwen/replicas/r0" version: 2
+      pause_request_time { seconds: 1901 }
+      paused_time { seconds: 1901 nanos: 10000000 }
+      applied_time { seconds: 1901 nanos: 250000000 }
+      resumed_time { seconds: 1901 nanos: 260000000 } })");
+}
+
+v1::Version Aborted() {
+  return Parse<v1::Version>(R"(
+    name: "models/qwen/versions/4" version: 4
+    update_id: "aaaaaaaabbbbbbbb" state: STATE_ABORTED
+    create_time { seconds: 1990 } end_time { seconds: 1995 }
+    total_bytes: 10
+    failure { code: 4 reason: "PAUSE_TIMEOUT"
+              message: "Replica r1 did not pause in 60 s." })");
+}
+
+TEST(RenderTest, ABarForTerminals) {
+  EXPECT_EQ(ProgressBar(Moving(), Now(), 200),
+            "models/qwen/versions/3  MOVING     "
+            "[##############----------]  62%  613.0 MB of 988.1 MB  2.00 s");
+  EXPECT_EQ(ProgressBar(Moving(), Now(), 30).size(), 30u);
+  EXPECT_EQ(ProgressBar(Active(), Now(), 200),
+            "models/qwen/versions/2  ACTIVE     988.1 MB in 1.50 s, transfer "
+            "800 ms (1.24 GB/s), pause 260 ms, 1 replica");
+  EXPECT_EQ(ProgressBar(Aborted(), Now(), 200),
+            "models/qwen/versions/4  ABORTED    PAUSE_TIMEOUT: Replica r1 did "
+            "not pause in 60 s.");
+}
+
+TEST(RenderTest, LinesForLogs) {
+  EXPECT_EQ(ProgressLine(Moving(), Now()),
+            "models/qwen/versions/3 MOVING 62% 613.0 MB of 988.1 MB");
+}
+
+TEST(RenderTest, EveryStateCountsItsOwnProgress) {
+  v1::Version version = Moving();
+  version.set_state(v1::Version::STATE_GATHERING);
+  EXPECT_EQ(Fraction(version), 0);
+  version.add_ranks()->mutable_snapshot_time()->set_seconds(1);
+  version.add_ranks();
+  EXPECT_EQ(Fraction(version), 0.5);
+  EXPECT_EQ(ProgressText(version), "1 of 2 ranks copied out");
+  version.set_state(v1::Version::STATE_PAUSING);
+  EXPECT_EQ(Fraction(version), 1) << "without replicas there is nothing to do";
+  version.add_replicas()->mutable_paused_time()->set_seconds(1);
+  version.add_replicas();
+  EXPECT_EQ(Fraction(version), 0.5);
+  EXPECT_EQ(ProgressText(version), "1 of 2 replicas paused");
+  version.set_state(v1::Version::STATE_APPLYING);
+  EXPECT_EQ(Fraction(version), 0);
+  version.set_state(v1::Version::STATE_MOVING);
+  version.set_wire_bytes(0);
+  EXPECT_EQ(Fraction(version), 1) << "all on one node";
+  EXPECT_FALSE(HasEnded(version));
+}
+
+TEST(RenderTest, Versions) {
+  EXPECT_EQ(
+      RenderVersions({Aborted(), Moving(), Active()}, Now()),
+      "MODEL  VERSION  UPDATE    STATE       BYTES  TRANSFER   PAUSE   TOTAL  "
+      "     STARTED\n"
+      "qwen         4  aaaaaaaa  ABORTED      10 B         -       -  5.00 s  "
+      "    10 s ago\n"
+      "qwen         3  01234567  MOVING   988.1 MB         -       -  2.00 s  "
+      "     2 s ago\n"
+      "qwen         2  fedcba98  ACTIVE   988.1 MB    800 ms  260 ms  1.50 s  "
+      "1 m 40 s ago\n"
+      "models/qwen/versions/4: PAUSE_TIMEOUT: Replica r1 did not pause in 60 "
+      "s.\n");
+  EXPECT_EQ(RenderVersions({}, Now()), "No versions.\n");
+}
+
+TEST(RenderTest, OneVersion) {
+  EXPECT_EQ(RenderVersion(Active(), Now()),
+            R"(version      models/qwen/versions/2
+state        ACTIVE
+update_id    fedcba9876543210fedcba9876543210
+step         7
+started      1 m 40 s ago
+model bytes  988.1 MB
+wire bytes   988.1 MB in 12 buckets
+layout       00aa
+digest       000000000000000100000000000000ff
+
+PHASE     MEASURED  PREDICTED
+transfer    800 ms          -
+apply       200 ms     180 ms
+
+RANK    COPIED    COPY       RATE
+   0  329.4 MB  100 ms  3.29 GB/s
+
+NODE  RECEIVED    NEEDED  REPAIRED  VERIFIED
+b     988.1 MB  988.1 MB         2  yes
+
+REPLICA  TO PAUSE  TO WRITE  TO RESUME    AWAY  FAILURE
+r0        10.0 ms    240 ms    10.0 ms  260 ms
+)");
+}
+
+TEST(RenderTest, ReplicasSayWhatTheyHold) {
+  const auto replica = Parse<v1::Replica>(R"(
+    name: "models/qwen/replicas/r1" state: STATE_FENCED version: 2
+    update_id: "fedcba9876543210" worker_count: 2 node: "nodes/b" behind: true
+    incarnation: "i" client: "vllm" pause_holders: "update/x"
+    workers { index: 0 node: "nodes/b" pid: 7 tensor_bytes: 500
+              installed { state: STATE_INSTALLED update_id: "fedcba9876543210"
+                          version: 2 } }
+    workers { index: 1 node: "nodes/b" pid: 8 tensor_bytes: 500
+              installed { state: STATE_WRITING update_id: "0123456789"
+                          version: 3 } }
+    last_failure { reason: "APPLY_TIMEOUT" message: "Worker 1 is late." })");
+  EXPECT_EQ(RenderReplicas({replica}),
+            "MODEL  REPLICA  STATE   VERSION  UPDATE    WORKERS  NODE  NOTE\n"
+            "qwen   r1       FENCED        2  fedcba98      2/2  b     behind\n"
+            "r1: APPLY_TIMEOUT: Worker 1 is late.\n");
+  EXPECT_EQ(RenderReplica(replica),
+            R"(replica       models/qwen/replicas/r1
+state         FENCED
+serves        version 2 (fedcba98), behind
+node          nodes/b
+client        vllm
+incarnation   i
+paused by     update/x
+last failure  APPLY_TIMEOUT: Worker 1 is late.
+
+WORKER  NODE  PID  BYTES  HOLDS                                                   CLIENT
+     0  b       7  500 B  version 2 (fedcba98)
+     1  b       8  500 B  a MIX: version 3 (01234567) was not written to its end
+)");
+}
+
+TEST(RenderTest, StatusAtAGlance) {
+  Snapshot snapshot;
+  snapshot.cluster = Parse<v1::Cluster>(R"(
+    cluster_id: "c0ffee00c0ffee00" coordinator: "nodes/a" term: 4
+    start_time { seconds: 1875 } software_version: "0.1.0")");
+  snapshot.nodes.push_back(Parse<v1::Node>(R"(
+    name: "nodes/a" state: STATE_CONNECTED data_address: "10.0.0.1:7001"
+    connect_time { seconds: 1990 } trainer_rank_count: 3
+    memory { store_budget_bytes: 4000000000 store_used_bytes: 988065536 }
+    update_ids: "x")"));
+  snapshot.models.push_back(Parse<v1::Model>(R"(
+    name: "models/qwen" parameter_count: 494032768 total_bytes: 988065536
+    world_size: 3 trainer_ranks { rank: 0 registered: true }
+    trainer_ranks { rank: 1 registered: true } trainer_ranks { rank: 2 }
+    floor_version: 3 active_version: "models/qwen/versions/2"
+    updating_version: "models/qwen/versions/3"
+    blocked_reason: "Rank 2 is not registered.")"));
+  snapshot.versions.push_back(Moving());
+  EXPECT_EQ(
+      RenderStatus(snapshot, Now()),
+      R"(cluster c0ffee00, coordinator a (term 4, up 2 m 05 s), weightsync 0.1.0
+
+NODE  STATE      RANKS  WORKERS  STORE USED   BUDGET  UPDATES  DATA ADDRESS   CONNECTED
+a     CONNECTED      3        0    988.1 MB  4.00 GB        1  10.0.0.1:7001   10 s ago
+
+MODEL  ACTIVE  UPDATING  FLOOR   PARAMETERS     BYTES  RANKS  REPLICAS  WORKERS
+qwen        2         3      3  494,032,768  988.1 MB    2/3         0        0
+qwen cannot be published: Rank 2 is not registered.
+
+No replicas.
+
+models/qwen/versions/3 MOVING 62% 613.0 MB of 988.1 MB
+)");
+}
+
+}  // namespace
+}  // namespace ctl
+}  // namespace weightsync

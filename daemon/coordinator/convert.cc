@@ -1,0 +1,62 @@
+#include "daemon/coordinator/convert.h"
+
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+
+google::protobuf::Timestamp ToProto(absl::Time time) {
+  google::protobuf::Timestamp proto;
+  const int64_t seconds = absl::ToUnixSeconds(time);
+  proto.set_seconds(seconds);
+  proto.set_nanos(static_cast<int32_t>(
+      absl::ToInt64Nanoseconds(time - absl::FromUnixSeconds(seconds))));
+  return proto;
+}
+
+google::protobuf::Duration ToProto(absl::Duration duration) {
+  google::protobuf::Duration proto;
+  proto.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &duration));
+  proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration)));
+  return proto;
+}
+
+absl::Time FromProto(const google::protobuf::Timestamp& time) {
+  return absl::FromUnixSeconds(time.seconds()) +
+         absl::Nanoseconds(time.nanos());
+}
+
+absl::Duration FromProto(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) +
+         absl::Nanoseconds(duration.nanos());
+}
+
+v1::Failure ToProto(const Fault& fault) {
+  v1::Failure failure;
+  if (fault.ok()) return failure;
+  failure.set_code(static_cast<int>(fault.code));
+  failure.set_reason(fault.reason);
+  failure.set_message(fault.message);
+  return failure;
+}
+
+bool IsFailure(const v1::Failure& failure) {
+  return failure.code() != 0 || !failure.reason().empty();
+}
+
+Fault FromProto(const v1::Failure& failure) {
+  if (!IsFailure(failure)) return Fault();
+  const absl::StatusCode code =
+      failure.code() >= 1 && failure.code() <= 16
+          ? static_cast<absl::StatusCode>(failure.code())
+          : absl::StatusCode::kInternal;
+  return Fault(code, failure.reason(), failure.message());
+}
+
+absl::Status ToStatus(const Fault& fault) {
+  if (fault.ok()) return absl::OkStatus();
+  return ErrorStatus(fault.code, fault.reason, fault.message);
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,552 @@
+#include "daemon/coordinator/core.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+
+namespace weightsync {
+namespace daemon {
+
+using absl::StatusCode;
+
+namespace {
+
+constexpr int kProtocolVersion = 1;
+// Ended updates that a node which comes back is told about.
+constexpr int kEndsTold = 4;
+
+ReplicaTimeouts TimeoutsOf(const CoordinatorOptions& options) {
+  ReplicaTimeouts timeouts;
+  timeouts.pause = options.pause_timeout;
+  timeouts.apply = options.apply_timeout;
+  timeouts.resume = options.resume_timeout;
+  timeouts.apply_attempts = options.apply_attempts;
+  return timeouts;
+}
+
+}  // namespace
+
+bool NodeRun::Holds(const std::string& update_id) const {
+  for (const auto& update : held) {
+    if (update.second == update_id) return true;
+  }
+  return false;
+}
+
+CoordinatorCore::CoordinatorCore(CoordinatorOptions options,
+                                 JournalState recovered)
+    : options_(std::move(options)),
+      replica_timeouts_(TimeoutsOf(options_)),
+      journal_(std::move(recovered)),
+      ids_({""}) {
+  keys_[""] = 0;
+}
+
+Actions CoordinatorCore::Start(absl::Time now) {
+  now_ = now;
+  start_time_ = now;
+  fresh_ = journal_.cluster_id.empty();
+  cluster_id_ = fresh_ ? options_.random_id() : journal_.cluster_id;
+  term_ = journal_.term + 1;
+  lost_evidence_ = journal_.lost_evidence;
+  auto* started = Write()->mutable_started();
+  started->set_cluster_id(cluster_id_);
+  started->set_term(term_);
+  *started->mutable_time() = ToProto(now);
+  for (const auto& layout : journal_.layouts) {
+    auto known = MakeKnownLayout(layout.second);
+    if (!known.ok() || (*known)->id() != layout.first) {
+      // Its late joiners wait for the next publish.
+      LOG(WARNING) << "layout " << layout.first
+                   << " of the journal cannot be computed any more: "
+                   << known.status();
+      continue;
+    }
+    layouts_[layout.first] = *std::move(known);
+    journalled_layouts_.insert(layout.first);
+  }
+  for (const auto& model : journal_.models) Recover(model.first, model.second);
+  Drain();
+  return Take();
+}
+
+Actions CoordinatorCore::OnReport(absl::Time now, const std::string& stream,
+                                  const v1::NodeReport& report) {
+  now_ = now;
+  actions_.clear();
+  if (report.report_case() == v1::NodeReport::kHello) {
+    Hello(stream, report.hello());
+  } else {
+    auto it = streams_.find(stream);
+    if (it == streams_.end()) {
+      Close(stream, Fault(StatusCode::kInvalidArgument, "HELLO_EXPECTED",
+                          "the first report of a stream says hello"));
+    } else {
+      NodeRun* node = FindNode(it->second);
+      node->last_report = now;
+      Dispatch(node, report);
+    }
+  }
+  Drain();
+  return Take();
+}
+
+Actions CoordinatorCore::OnDisconnected(absl::Time now,
+                                        const std::string& stream) {
+  now_ = now;
+  actions_.clear();
+  auto it = streams_.find(stream);
+  if (it != streams_.end()) Disconnected(FindNode(it->second));
+  Drain();
+  return Take();
+}
+
+Actions CoordinatorCore::OnTick(absl::Time now) {
+  now_ = now;
+  actions_.clear();
+  for (auto& entry : nodes_) {
+    NodeRun& node = entry.second;
+    if (node.lost) continue;
+    if (node.stream.empty()) {
+      if (now >= node.lost_time) {
+        LoseNode(&node,
+                 Fault(StatusCode::kUnavailable, "NODE_LOST",
+                       absl::StrCat("node ", node.name,
+                                    " did not come back within ",
+                                    absl::FormatDuration(
+                                        options_.node_reconnect_grace))));
+      }
+      continue;
+    }
+    if (now - node.last_report >= options_.heartbeat_timeout) {
+      const std::string stream = node.stream;
+      Disconnected(&node);
+      Close(stream,
+            Fault(StatusCode::kDeadlineExceeded, "HEARTBEAT_LOST",
+                  absl::StrCat("node ", node.name, " said nothing for ",
+                               absl::FormatDuration(options_.heartbeat_timeout),
+                               "; say hello again")));
+      continue;
+    }
+    if (now - node.last_heartbeat >= options_.heartbeat_interval) {
+      node.last_heartbeat = now;
+      SendTo(node.name)->mutable_heartbeat();
+    }
+  }
+  Drain();
+  UpdateEvent tick;
+  ReplicaEvent replica_tick;
+  for (auto& entry : models_) {
+    for (auto& replica : entry.second.replicas) {
+      Step(&replica.second, replica_tick);
+    }
+    Post(entry.first, tick);
+    Drain();
+    ExpirePublishes(&entry.second);
+    TryOpen(&entry.second);
+    TickPrepare(&entry.second);
+    Drain();
+  }
+  Forget();
+  return Take();
+}
+
+// ---- Nodes ----
+
+void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
+  const int64_t correlation = report.correlation_id();
+  switch (report.report_case()) {
+    case v1::NodeReport::kHelloDone:
+      return HelloDone(node);
+    case v1::NodeReport::kHeartbeat:
+      if (report.heartbeat().has_memory()) {
+        node->memory = report.heartbeat().memory();
+      }
+      return;
+    case v1::NodeReport::kClaimRank:
+      return ClaimRank(node, correlation, report.claim_rank());
+    case v1::NodeReport::kRankShards:
+      return RankShards(node, correlation, report.rank_shards());
+    case v1::NodeReport::kRankLost: {
+      const auto& lost = report.rank_lost();
+      Fault fault(StatusCode::kAborted, "RANK_LOST",
+                  absl::StrCat("rank ", lost.rank(), " on node ", node->name,
+                               " has gone",
+                               lost.failure().message().empty() ? "" : ": ",
+                               lost.failure().message()));
+      return LoseRank(lost.model(), lost.rank(), lost.session(), fault);
+    }
+    case v1::NodeReport::kReplicaJoined:
+      return ReplicaJoined(node, correlation,
+                           report.replica_joined().registration());
+    case v1::NodeReport::kReplicaLeft: {
+      const auto& left = report.replica_left();
+      Fault fault(StatusCode::kUnavailable, "REPLICA_LOST",
+                  absl::StrCat(left.model(), "/replicas/", left.replica(),
+                               " on node ", node->name,
+                               " ended its control stream",
+                               left.failure().message().empty() ? "" : ": ",
+                               left.failure().message()));
+      return LoseControl(left.model(), left.replica(), left.incarnation(),
+                         fault);
+    }
+    case v1::NodeReport::kWorkerJoined:
+      return WorkerJoined(node, correlation,
+                          report.worker_joined().registration());
+    case v1::NodeReport::kWorkerLeft: {
+      const auto& left = report.worker_left();
+      Fault fault(StatusCode::kUnavailable, "WORKER_LOST",
+                  absl::StrCat("worker ", left.worker_index(), " of ",
+                               left.model(), "/replicas/", left.replica(),
+                               " on node ", node->name, " has gone",
+                               left.failure().message().empty() ? "" : ": ",
+                               left.failure().message()));
+      return LoseWorker(left.model(), left.replica(), left.worker_index(),
+                        left.incarnation(), fault);
+    }
+    case v1::NodeReport::kPublishArrived:
+      return PublishArrived(node, correlation, report.publish_arrived());
+    case v1::NodeReport::kRankSnapshotted:
+      return RankSnapshotted(report.rank_snapshotted());
+    case v1::NodeReport::kUpdatePrepared:
+      return UpdatePrepared(node->name, report.update_prepared());
+    case v1::NodeReport::kUpdateProgress:
+      return UpdateProgress(node->name, report.update_progress());
+    case v1::NodeReport::kUpdateVerified:
+      return UpdateVerified(node->name, report.update_verified());
+    case v1::NodeReport::kReplicaPaused:
+      return ReplicaPaused(report.replica_paused());
+    case v1::NodeReport::kWorkerApplied:
+      return WorkerApplied(report.worker_applied());
+    case v1::NodeReport::kReplicaResumed:
+      return ReplicaResumed(report.replica_resumed());
+    case v1::NodeReport::kUpdateEvicted: {
+      const auto& evicted = report.update_evicted();
+      node->held.erase(
+          std::remove(node->held.begin(), node->held.end(),
+                      std::make_pair(evicted.model(), evicted.update_id())),
+          node->held.end());
+      return;
+    }
+    case v1::NodeReport::kHello:
+    case v1::NodeReport::REPORT_NOT_SET:
+      // Of a later release.
+      return;
+  }
+}
+
+Fault CoordinatorCore::CheckHello(const v1::Hello& hello) {
+  if (!IsShortName(hello.node(), false)) {
+    return Fault(StatusCode::kInvalidArgument, "NODE_NAME_INVALID",
+                 absl::StrCat("\"", hello.node(),
+                              "\" is not 1 to 63 of [a-z0-9._-]; give another "
+                              "--node"));
+  }
+  if (hello.protocol_version() != kProtocolVersion) {
+    return Fault(StatusCode::kFailedPrecondition, "PROTOCOL_UNSUPPORTED",
+                 absl::StrCat("node ", hello.node(), " speaks protocol ",
+                              hello.protocol_version(), ", this coordinator ",
+                              kProtocolVersion));
+  }
+  if (!hello.cluster_id().empty() && hello.cluster_id() != cluster_id_) {
+    if (fresh_) {
+      JournalLost(absl::StrCat("node ", hello.node(), " belongs to cluster ",
+                               hello.cluster_id(),
+                               ", of which this coordinator's empty journal "
+                               "knows nothing"));
+      return Fault(StatusCode::kFailedPrecondition, "JOURNAL_LOST",
+                   absl::StrCat(lost_evidence_,
+                                "; nothing is accepted until the journal is "
+                                "brought back"));
+    }
+    return Fault(StatusCode::kFailedPrecondition, "CLUSTER_MISMATCH",
+                 absl::StrCat("node ", hello.node(), " belongs to cluster ",
+                              hello.cluster_id(), ", this coordinator to ",
+                              cluster_id_));
+  }
+  if (hello.newest_term() > term_) {
+    JournalLost(absl::StrCat("node ", hello.node(), " has seen term ",
+                             hello.newest_term(),
+                             " of this cluster, this journal only term ",
+                             term_));
+    return Fault(StatusCode::kFailedPrecondition, "JOURNAL_LOST",
+                 absl::StrCat(lost_evidence_,
+                              "; nothing is accepted until the journal is "
+                              "brought back"));
+  }
+  const NodeRun* known = FindNode(hello.node());
+  if (known != nullptr && !known->stream.empty() &&
+      known->hello.incarnation() != hello.incarnation()) {
+    return Fault(StatusCode::kAlreadyExists, "NODE_TAKEN",
+                 absl::StrCat("a live daemon calls itself node ", hello.node(),
+                              "; give one of the two another --node"));
+  }
+  return Fault();
+}
+
+void CoordinatorCore::Hello(const std::string& stream,
+                            const v1::Hello& hello) {
+  const Fault fault = CheckHello(hello);
+  if (!fault.ok()) return Close(stream, fault);
+  NodeRun& node = nodes_[hello.node()];
+  if (!node.name.empty() && !node.lost &&
+      node.hello.incarnation() != hello.incarnation()) {
+    LoseNode(&node, Fault(StatusCode::kUnavailable, "NODE_LOST",
+                          absl::StrCat("the daemon of node ", node.name,
+                                       " was started again")));
+  }
+  if (!node.stream.empty() && node.stream != stream) {
+    // The same daemon dials again before the old stream was seen to break.
+    const std::string old = node.stream;
+    streams_.erase(old);
+    Close(old, Fault(StatusCode::kAborted, "STREAM_REPLACED",
+                     absl::StrCat("node ", node.name, " opened another")));
+  }
+  node.name = hello.node();
+  node.hello = hello;
+  node.stream = stream;
+  node.ready = false;
+  node.lost = false;
+  node.connect_time = now_;
+  node.last_report = now_;
+  node.last_heartbeat = now_;
+  node.memory = hello.memory();
+  node.held.clear();
+  for (const v1::HeldUpdate& held : hello.held_updates()) {
+    node.held.emplace_back(held.model(), held.update_id());
+  }
+  node.layouts.clear();
+  node.said.clear();
+  streams_[stream] = node.name;
+
+  v1::Welcome* welcome = SendTo(node.name)->mutable_welcome();
+  welcome->set_cluster_id(cluster_id_);
+  welcome->set_term(term_);
+  welcome->set_coordinator(absl::StrCat("nodes/", options_.coordinator_node));
+  *welcome->mutable_heartbeat_interval() = ToProto(options_.heartbeat_interval);
+  *welcome->mutable_heartbeat_timeout() = ToProto(options_.heartbeat_timeout);
+  SendEnds(&node);
+}
+
+void CoordinatorCore::SendEnds(NodeRun* node) {
+  for (const auto& entry : models_) {
+    const ModelRun& model = entry.second;
+    const auto end = [&](const std::string& update_id, bool committed,
+                         const v1::Failure& failure) {
+      v1::EndUpdate* out = SendTo(node->name)->mutable_end_update();
+      out->set_model(model.name);
+      out->set_update_id(update_id);
+      out->set_committed(committed);
+      if (!committed) *out->mutable_failure() = failure;
+    };
+    const int from =
+        std::max(0, static_cast<int>(model.ended.size()) - kEndsTold);
+    for (size_t i = from; i < model.ended.size(); ++i) {
+      const v1::Version& version = model.ended[i];
+      end(version.update_id(),
+          version.state() == v1::Version::STATE_ACTIVE, version.failure());
+    }
+    if (model.running != nullptr && model.running->recovered) {
+      end(model.running->update_id, true, v1::Failure());
+    }
+  }
+}
+
+void CoordinatorCore::HelloDone(NodeRun* node) {
+  node->ready = true;
+  // What it did not name has ended while the stream was down.
+  for (auto& entry : models_) {
+    const ModelEntry* model = registry_.FindModel(entry.first);
+    if (model == nullptr) continue;
+    const Fault fault(StatusCode::kUnavailable, "NODE_LOST",
+                      absl::StrCat("it ended while node ", node->name,
+                                   " was not connected"));
+    const ModelEntry copy = *model;
+    for (const auto& rank : copy.ranks) {
+      if (rank.second.node != node->name ||
+          node->said.count(absl::StrCat("rank/", entry.first, "/", rank.first)) !=
+              0) {
+        continue;
+      }
+      LoseRank(entry.first, rank.first, rank.second.session,
+               Fault(StatusCode::kAborted, "RANK_LOST",
+                     absl::StrCat("rank ", rank.first, " has gone: ",
+                                  fault.message)));
+    }
+    for (const auto& replica : copy.replicas) {
+      const std::string key = absl::StrCat(entry.first, "/", replica.first);
+      if (replica.second.control && replica.second.node == node->name &&
+          node->said.count(absl::StrCat("replica/", key)) == 0) {
+        LoseControl(entry.first, replica.first, replica.second.incarnation,
+                    fault);
+      }
+      for (size_t i = 0; i < replica.second.workers.size(); ++i) {
+        const WorkerEntry& worker = replica.second.workers[i];
+        if (worker.present && worker.node == node->name &&
+            node->said.count(absl::StrCat("worker/", key, "/", i)) == 0) {
+          LoseWorker(entry.first, replica.first, static_cast<int>(i),
+                     replica.second.incarnation, fault);
+        }
+      }
+    }
+    for (auto& replica : entry.second.replicas) Settle(&replica.second);
+  }
+  UpdateEvent back;
+  back.kind = UpdateEvent::kNodeBack;
+  PostNode(node->name, back);
+}
+
+void CoordinatorCore::Disconnected(NodeRun* node) {
+  streams_.erase(node->stream);
+  node->stream.clear();
+  node->ready = false;
+  node->lost_time = now_ + options_.node_reconnect_grace;
+}
+
+void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
+  if (node->lost) return;
+  node->lost = true;
+  node->held.clear();
+  LOG(WARNING) << fault.message;
+  UpdateEvent lost;
+  lost.kind = UpdateEvent::kNodeLost;
+  lost.fault = fault;
+  PostNode(node->name, lost);
+  for (auto& entry : models_) {
+    const ModelEntry* model = registry_.FindModel(entry.first);
+    if (model == nullptr) continue;
+    const ModelEntry copy = *model;
+    for (const auto& rank : copy.ranks) {
+      if (rank.second.node != node->name) continue;
+      LoseRank(entry.first, rank.first, rank.second.session,
+               Fault(StatusCode::kAborted, "RANK_LOST",
+                     absl::StrCat("rank ", rank.first, " has gone: ",
+                                  fault.message)));
+    }
+    for (const auto& replica : copy.replicas) {
+      if (replica.second.control && replica.second.node == node->name) {
+        LoseControl(entry.first, replica.first, replica.second.incarnation,
+                    fault);
+      }
+      for (size_t i = 0; i < replica.second.workers.size(); ++i) {
+        const WorkerEntry& worker = replica.second.workers[i];
+        if (worker.present && worker.node == node->name) {
+          LoseWorker(entry.first, replica.first, static_cast<int>(i),
+                     replica.second.incarnation, fault);
+        }
+      }
+    }
+    if (entry.second.prepare != nullptr &&
+        entry.second.prepare->waiting.count(node->name) != 0) {
+      EndPrepare(&entry.second, fault);
+    }
+  }
+}
+
+Actions CoordinatorCore::Take() {
+  Actions actions;
+  for (Action& action : actions_) {
+    const SendCommand* send = absl::get_if<SendCommand>(&action);
+    if (send == nullptr || !send->node_stream.empty()) {
+      actions.push_back(std::move(action));
+    }
+  }
+  actions_.clear();
+  return actions;
+}
+
+void CoordinatorCore::Close(const std::string& stream, const Fault& fault) {
+  actions_.push_back(CloseNode{stream, ToProto(fault)});
+}
+
+void CoordinatorCore::JournalLost(const std::string& evidence) {
+  if (!lost_evidence_.empty()) return;
+  lost_evidence_ = evidence;
+  LOG(ERROR) << "JOURNAL_LOST: " << evidence;
+  Write()->mutable_lost()->set_evidence(evidence);
+}
+
+NodeRun* CoordinatorCore::FindNode(const std::string& name) {
+  auto it = nodes_.find(name);
+  return it == nodes_.end() ? nullptr : &it->second;
+}
+
+NodeRun* CoordinatorCore::ConnectedNode(const std::string& name) {
+  NodeRun* node = FindNode(name);
+  return node == nullptr || node->stream.empty() ? nullptr : node;
+}
+
+ModelRun* CoordinatorCore::Model(const std::string& name) {
+  ModelRun& model = models_[name];
+  model.name = name;
+  return &model;
+}
+
+void CoordinatorCore::Forget() {
+  for (auto& entry : models_) {
+    ModelRun& model = entry.second;
+    for (auto it = model.replicas.begin(); it != model.replicas.end();) {
+      const ReplicaEntry* replica =
+          registry_.FindReplica(model.name, it->first);
+      const bool old = it->second.lost &&
+                       now_ - it->second.lost_time >= options_.lost_replica_ttl;
+      if (old && (replica == nullptr || replica->Empty())) {
+        registry_.ForgetReplica(model.name, it->first);
+        it = model.replicas.erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+  std::set<std::string> named;
+  for (const auto& entry : models_) {
+    named.insert(entry.second.committed.layout_id);
+    if (entry.second.layout != nullptr) named.insert(entry.second.layout->id());
+  }
+  for (auto it = layouts_.begin(); it != layouts_.end();) {
+    it = named.count(it->first) == 0 ? layouts_.erase(it) : std::next(it);
+  }
+  for (auto it = journal_.requests.begin(); it != journal_.requests.end();) {
+    const bool old =
+        now_ - FromProto(it->second.opened.time()) >= options_.request_ttl;
+    it = old ? journal_.requests.erase(it) : std::next(it);
+  }
+}
+
+v1::NodeCommand* CoordinatorCore::SendTo(const std::string& name) {
+  const NodeRun* node = ConnectedNode(name);
+  actions_.push_back(
+      SendCommand{node == nullptr ? std::string() : node->stream, {}});
+  return &absl::get<SendCommand>(actions_.back()).command;
+}
+
+v1::Reply* CoordinatorCore::ReplyTo(const std::string& stream,
+                                    int64_t correlation, const Fault& fault) {
+  actions_.push_back(SendCommand{stream, {}});
+  v1::Reply* reply =
+      absl::get<SendCommand>(actions_.back()).command.mutable_reply();
+  reply->set_correlation_id(correlation);
+  if (!fault.ok()) *reply->mutable_failure() = ToProto(fault);
+  return reply;
+}
+
+internal::v1::JournalRecord* CoordinatorCore::Write() {
+  actions_.push_back(JournalAppend());
+  return &absl::get<JournalAppend>(actions_.back()).record;
+}
+
+void CoordinatorCore::Changed(const v1::Version& record) {
+  const std::string& name = record.name();
+  actions_.push_back(VersionChanged{name.substr(0, name.find("/versions/")),
+                                    record.version(), record.update_id()});
+}
+
+UpdateKey CoordinatorCore::KeyOf(const std::string& update_id) {
+  auto it = keys_.emplace(update_id, static_cast<UpdateKey>(ids_.size()));
+  if (it.second) ids_.push_back(update_id);
+  return it.first->second;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

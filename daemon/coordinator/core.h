@@ -1,0 +1,306 @@
+// The coordinator's insides: one class whose member functions lie in several
+// files, each with one idea.
+//   core.cc          entry points, nodes, heartbeats, ticks
+//   core_members.cc  ranks, replicas and workers come and go
+//   core_publish.cc  publishes: calls of ranks, opening an update
+//   core_update.cc   events for the update machine, and what its actions mean
+//   core_replica.cc  the same for the replica machines; late join and repair
+//   core_prepare.cc  AdminService.Prepare
+//   core_recovery.cc what a new term makes of the journal
+//   queries.cc       what AdminService shows
+//
+// Events of updates are queued and worked off before an entry point returns, so
+// that a machine is never stepped from inside one of its own actions.
+
+#ifndef WEIGHTSYNC_DAEMON_COORDINATOR_CORE_H_
+#define WEIGHTSYNC_DAEMON_COORDINATOR_CORE_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "daemon/coordinator/actions.h"
+#include "daemon/coordinator/convert.h"
+#include "daemon/coordinator/journal_state.h"
+#include "daemon/coordinator/known_layout.h"
+#include "daemon/coordinator/options.h"
+#include "daemon/coordinator/publish_book.h"
+#include "daemon/coordinator/registry.h"
+#include "daemon/coordinator/replica_machine.h"
+#include "daemon/coordinator/update_machine.h"
+
+namespace weightsync {
+namespace daemon {
+
+struct NodeRun {
+  std::string name;
+  v1::Hello hello;
+  // Empty: its stream broke, and it is lost after `lost_time`.
+  std::string stream;
+  bool ready = false;  // HelloDone was said on this stream
+  bool lost = false;
+  absl::Time connect_time;
+  absl::Time last_report;
+  absl::Time last_heartbeat;
+  absl::Time lost_time;
+  v1::MemoryUse memory;
+  // Whole updates in its store, newest first: (model, update_id).
+  std::vector<std::pair<std::string, std::string>> held;
+  // Layouts that were defined on this stream.
+  std::set<std::string> layouts;
+  // Ranks, replicas and workers named on this stream; see HelloDone.
+  std::set<std::string> said;
+
+  bool Holds(const std::string& update_id) const;
+};
+
+struct CommittedUpdate {
+  std::string update_id;  // empty: none
+  int64_t version = 0;
+  int64_t step = 0;
+  std::string layout_id;
+  int64_t term = 0;
+};
+
+struct UpdateRun {
+  std::string model;
+  std::string update_id;
+  UpdateKey key = 0;
+  v1::UpdateOptions options;
+  std::shared_ptr<const KnownLayout> layout;
+  UpdateConfig config;
+  UpdateState machine;
+  // What GetVersion shows; phases are added as they end.
+  v1::Version record;
+  std::string phase_name;
+  absl::Time phase_begin;
+  absl::Time begin;
+  std::map<int32_t, int> rank_index;
+  std::map<std::string, int> replica_index;  // by short name
+  std::vector<v1::BucketDigest> manifest;
+  std::vector<v1::Flow> flows;
+  int64_t flows_epoch = -1;
+  std::string group_secret;
+  bool recovered = false;
+};
+
+struct ReplicaRun {
+  std::string model;
+  std::string name;
+  std::string incarnation;
+  ReplicaState machine;
+  // A late join or repair under way: this update is being installed.
+  UpdateKey installing = 0;
+  // It was tried for this one, in vain: not again.
+  UpdateKey given_up = 0;
+  // Newest last.
+  std::deque<v1::ReplicaTimes> history;
+  v1::Failure last_failure;
+  // Set while it is not complete after it had been.
+  bool lost = false;
+  absl::Time lost_time;
+};
+
+// A Prepare that nodes have yet to answer.
+struct PrepareJob {
+  std::vector<std::pair<int64_t, absl::Time>> requests;  // number, deadline
+  std::string update_id;
+  int64_t epoch = 0;
+  std::set<std::string> waiting;  // nodes
+  absl::Time begin;
+  v1::PrepareResponse response;
+};
+
+struct ModelRun {
+  std::string name;
+  PublishBook book;
+  std::unique_ptr<UpdateRun> running;
+  CommittedUpdate committed;
+  // Newest last.
+  std::deque<v1::Version> ended;
+  int64_t epoch = 0;
+  std::map<std::string, ReplicaRun> replicas;
+  std::unique_ptr<PrepareJob> prepare;
+  // The layout made last, and from what.
+  std::string layout_input;
+  std::shared_ptr<const KnownLayout> layout;
+};
+
+class CoordinatorCore {
+ public:
+  CoordinatorCore(CoordinatorOptions options, JournalState recovered);
+
+  Actions Start(absl::Time now);
+  Actions OnReport(absl::Time now, const std::string& stream,
+                   const v1::NodeReport& report);
+  Actions OnDisconnected(absl::Time now, const std::string& stream);
+  Actions OnTick(absl::Time now);
+  Actions OnPrepareRequest(absl::Time now, int64_t request,
+                           const v1::PrepareRequest& prepare);
+
+  const std::string& cluster_id() const { return cluster_id_; }
+  int64_t term() const { return term_; }
+
+ private:
+  friend class Queries;
+
+  // ---- core.cc ----
+  void Dispatch(NodeRun* node, const v1::NodeReport& report);
+  void Hello(const std::string& stream, const v1::Hello& hello);
+  Fault CheckHello(const v1::Hello& hello);
+  void HelloDone(NodeRun* node);
+  void Disconnected(NodeRun* node);
+  // Everything on it is gone, its store too.
+  void LoseNode(NodeRun* node, const Fault& fault);
+  // What ended while the node may not have listened.
+  void SendEnds(NodeRun* node);
+  void Close(const std::string& stream, const Fault& fault);
+  void JournalLost(const std::string& evidence);
+  NodeRun* FindNode(const std::string& name);
+  // Null unless its stream is up.
+  NodeRun* ConnectedNode(const std::string& name);
+  ModelRun* Model(const std::string& name);
+  void Forget();
+  // The actions of this call, in order.
+  Actions Take();
+  // Sends to the node, or nowhere when its stream is down: what matters is said
+  // again when it is back.
+  v1::NodeCommand* SendTo(const std::string& node);
+  v1::Reply* ReplyTo(const std::string& stream, int64_t correlation,
+                     const Fault& fault);
+  internal::v1::JournalRecord* Write();
+  void Changed(const v1::Version& record);
+
+  // ---- core_members.cc ----
+  void ClaimRank(NodeRun* node, int64_t correlation, const v1::ClaimRank& claim);
+  void RankShards(NodeRun* node, int64_t correlation,
+                  const v1::RankShards& shards);
+  void LoseRank(const std::string& model, int32_t rank,
+                const std::string& session, const Fault& fault);
+  void ReplicaJoined(NodeRun* node, int64_t correlation,
+                     const v1::RegisterReplica& registration);
+  void WorkerJoined(NodeRun* node, int64_t correlation,
+                    const v1::RegisterWorker& registration);
+  void LoseControl(const std::string& model, const std::string& replica,
+                   const std::string& incarnation, const Fault& fault);
+  void LoseWorker(const std::string& model, const std::string& replica,
+                  int worker, const std::string& incarnation,
+                  const Fault& fault);
+  void Refuse(const std::string& model, const std::vector<Refusal>& refusals);
+  // The run of that incarnation, made anew when `is_new`.
+  ReplicaRun* EnterReplica(const std::string& model, const std::string& replica,
+                           const std::string& incarnation, size_t worker_count,
+                           bool is_new);
+
+  // ---- core_publish.cc ----
+  void PublishArrived(NodeRun* node, int64_t correlation,
+                      const v1::PublishArrived& arrived);
+  // True when the request_id had been seen, and was answered.
+  bool AnswerRepeated(NodeRun* node, int64_t correlation,
+                      const v1::PublishArrived& arrived);
+  void JoinUpdate(UpdateRun* update, const PublishCall& call);
+  void SendOpened(UpdateRun* update, const std::string& node,
+                  const std::string& stream, int64_t correlation);
+  void TryOpen(ModelRun* model);
+  void ExpirePublishes(ModelRun* model);
+  void FailPublish(const Publish& publish);
+  absl::StatusOr<std::shared_ptr<const KnownLayout>> LayoutOfNow(
+      ModelRun* model, std::set<std::string>* replicas);
+  void SendLayout(const KnownLayout& layout, const std::string& node);
+
+  // ---- core_update.cc ----
+  void Post(const std::string& model, UpdateEvent event);
+  // The same for the member of the running update with that name, if it is one.
+  void PostNode(const std::string& node, UpdateEvent event);
+  void PostReplica(const ReplicaRun& replica, UpdateEvent event);
+  void Drain();
+  void Carry(ModelRun* model, const std::vector<UpdateAction>& actions);
+  void EnterPhase(ModelRun* model, UpdatePhase phase);
+  void SendPrepare(ModelRun* model, int node);
+  void Commit(ModelRun* model);
+  void Finish(ModelRun* model);
+  void RankSnapshotted(const v1::RankSnapshotted& report);
+  void UpdateProgress(const std::string& node, const v1::UpdateProgress& report);
+  void UpdatePrepared(const std::string& node, const v1::UpdatePrepared& report);
+  void UpdateVerified(const std::string& node, const v1::UpdateVerified& report);
+  // Null when another update runs, or none; or one of an earlier term, which
+  // has no more to do with nodes and ranks.
+  UpdateRun* Running(const std::string& model, const std::string& update_id);
+  v1::Version* FindRecord(ModelRun* model, const std::string& update_id);
+  void EndPhase(UpdateRun* update, const std::string& next);
+
+  // ---- core_replica.cc ----
+  void Step(ReplicaRun* replica, const ReplicaEvent& event);
+  // What has to be done with a replica that is complete: nothing, a late join,
+  // a repair, a fence.
+  void Settle(ReplicaRun* replica);
+  void SettleAll(ModelRun* model);
+  bool CanInstall(const ReplicaRun& replica, const CommittedUpdate& update);
+  void DropInstall(ReplicaRun* replica);
+  void SendApply(ReplicaRun* replica, const ReplicaAction& action);
+  void ReplicaPaused(const v1::ReplicaPausedReport& report);
+  void WorkerApplied(const v1::WorkerAppliedReport& report);
+  void ReplicaResumed(const v1::ReplicaResumedReport& report);
+  ReplicaRun* FindReplica(const std::string& model, const std::string& replica,
+                          const std::string& incarnation);
+  WorkerContent ContentOf(const v1::InstalledState& installed);
+  // The entry of its history for the update, made when there is none.
+  v1::ReplicaTimes* Times(ReplicaRun* replica, UpdateKey update);
+  void ShowTimes(ReplicaRun* replica);
+  // What is known of an update by name; zeros for one that was forgotten.
+  CommittedUpdate Describe(const std::string& model, UpdateKey update);
+  std::string CommandId(int64_t number) const;
+  int64_t CommandNumber(const std::string& command_id) const;
+
+  // ---- core_prepare.cc ----
+  void DryPrepared(ModelRun* model, const std::string& node,
+                   const v1::UpdatePrepared& report);
+  void TickPrepare(ModelRun* model);
+  void EndPrepare(ModelRun* model, const Fault& fault);
+
+  // ---- core_recovery.cc ----
+  void Recover(const std::string& name, const JournalModel& journal);
+
+  UpdateKey KeyOf(const std::string& update_id);
+  const std::string& IdOf(UpdateKey key) const { return ids_[key]; }
+
+  const CoordinatorOptions options_;
+  const ReplicaTimeouts replica_timeouts_;
+  JournalState journal_;  // requests are kept up to date, the rest is as found
+  std::string cluster_id_;
+  int64_t term_ = 0;
+  bool fresh_ = false;  // the journal was empty
+  std::string lost_evidence_;
+  absl::Time start_time_;
+
+  absl::Time now_;
+  Actions actions_;
+  struct Posted {
+    std::string model;
+    UpdateKey update = 0;
+    UpdateEvent event;
+  };
+  std::deque<Posted> queue_;
+
+  Registry registry_;
+  std::map<std::string, NodeRun> nodes_;
+  std::map<std::string, std::string> streams_;  // stream -> node
+  std::map<std::string, ModelRun> models_;
+  std::map<std::string, std::shared_ptr<const KnownLayout>> layouts_;
+  std::set<std::string> journalled_layouts_;
+  // Update ids by key; [0] is "".
+  std::vector<std::string> ids_;
+  std::map<std::string, UpdateKey> keys_;
+};
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_COORDINATOR_CORE_H_

@@ -1,0 +1,194 @@
+// Ranks, replicas and workers come and go.
+
+#include "absl/strings/str_cat.h"
+#include "daemon/coordinator/core.h"
+
+namespace weightsync {
+namespace daemon {
+
+using absl::StatusCode;
+
+// ---- Trainer ranks ----
+
+void CoordinatorCore::ClaimRank(NodeRun* node, int64_t correlation,
+                                const v1::ClaimRank& claim) {
+  const ModelEntry* entry = registry_.FindModel(claim.model());
+  bool known = false;
+  if (entry != nullptr) {
+    auto it = entry->ranks.find(claim.rank());
+    known = it != entry->ranks.end() && it->second.session == claim.session();
+  }
+  const Fault fault = registry_.ClaimRank(node->name, claim);
+  v1::Reply* reply = ReplyTo(node->stream, correlation, fault);
+  if (!fault.ok()) return;
+  node->said.insert(absl::StrCat("rank/", claim.model(), "/", claim.rank()));
+  ModelRun* model = Model(claim.model());
+  if (!known) model->book.RankClaimed(claim.rank(), claim.publish_index());
+  entry = registry_.FindModel(claim.model());
+  int registered = 0;
+  for (const auto& rank : entry->ranks) registered += rank.second.registered;
+  reply->mutable_rank_accepted()->set_registered_rank_count(registered);
+  reply->mutable_rank_accepted()->set_world_size(entry->world_size);
+}
+
+void CoordinatorCore::RankShards(NodeRun* node, int64_t correlation,
+                                 const v1::RankShards& shards) {
+  std::vector<Refusal> refusals;
+  const Fault fault = registry_.RegisterShards(shards, &refusals);
+  v1::Reply* reply = ReplyTo(node->stream, correlation, fault);
+  if (!fault.ok()) return;
+  const ModelEntry* entry = registry_.FindModel(shards.model());
+  int registered = 0;
+  for (const auto& rank : entry->ranks) registered += rank.second.registered;
+  reply->mutable_rank_accepted()->set_registered_rank_count(registered);
+  reply->mutable_rank_accepted()->set_world_size(entry->world_size);
+  Refuse(shards.model(), refusals);
+  TryOpen(Model(shards.model()));
+}
+
+void CoordinatorCore::LoseRank(const std::string& model, int32_t rank,
+                               const std::string& session, const Fault& fault) {
+  if (!registry_.RemoveRank(model, rank, session)) return;
+  ModelRun* run = Model(model);
+  run->book.RankGone(rank);
+  if (run->running == nullptr) return;
+  auto it = run->running->rank_index.find(rank);
+  if (it == run->running->rank_index.end()) return;
+  UpdateEvent event;
+  event.kind = UpdateEvent::kRankLost;
+  event.rank = it->second;
+  event.fault = fault;
+  Post(model, event);
+}
+
+// ---- Replicas and workers ----
+
+ReplicaRun* CoordinatorCore::EnterReplica(const std::string& model,
+                                          const std::string& replica,
+                                          const std::string& incarnation,
+                                          size_t worker_count, bool is_new) {
+  ReplicaRun& run = Model(model)->replicas[replica];
+  if (is_new) {
+    // A restart: nothing of the old engine's state is its own. Its history is.
+    std::deque<v1::ReplicaTimes> history = std::move(run.history);
+    run = ReplicaRun();
+    run.history = std::move(history);
+  }
+  run.model = model;
+  run.name = replica;
+  run.incarnation = incarnation;
+  run.machine.name = absl::StrCat(model, "/replicas/", replica);
+  run.machine.workers.resize(worker_count);
+  return &run;
+}
+
+void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
+                                    const v1::RegisterReplica& registration) {
+  bool is_new = false;
+  const Fault fault =
+      registry_.JoinReplica(node->name, registration, &is_new);
+  ReplyTo(node->stream, correlation, fault);
+  if (!fault.ok()) return;
+  node->said.insert(absl::StrCat("replica/", registration.model(), "/",
+                                 registration.replica()));
+  ReplicaRun* run = EnterReplica(
+      registration.model(), registration.replica(), registration.incarnation(),
+      static_cast<size_t>(registration.worker_count()), is_new);
+  ReplicaEvent event;
+  event.kind = ReplicaEvent::kControlJoined;
+  event.paused = registration.paused();
+  Step(run, event);
+}
+
+void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
+                                   const v1::RegisterWorker& registration) {
+  bool is_new = false;
+  const Fault fault = registry_.JoinWorker(node->name, registration, &is_new);
+  v1::Reply* reply = ReplyTo(node->stream, correlation, fault);
+  if (!fault.ok()) return;
+  const ReplicaEntry* entry =
+      registry_.FindReplica(registration.model(), registration.replica());
+  const int index = registration.worker_index();
+  reply->mutable_worker_accepted()->set_tensor_bytes(
+      entry->workers[index].tensor_bytes);
+  reply->mutable_worker_accepted()->set_store_bytes(
+      registry_.StoreBytes(registration.model(), node->name));
+  node->said.insert(absl::StrCat("worker/", registration.model(), "/",
+                                 registration.replica(), "/", index));
+  ReplicaRun* run = EnterReplica(registration.model(), registration.replica(),
+                                 registration.incarnation(),
+                                 entry->workers.size(), is_new);
+  ReplicaEvent event;
+  event.kind = ReplicaEvent::kWorkerJoined;
+  event.worker = index;
+  event.content = ContentOf(registration.installed());
+  Step(run, event);
+}
+
+void CoordinatorCore::LoseControl(const std::string& model,
+                                  const std::string& replica,
+                                  const std::string& incarnation,
+                                  const Fault& fault) {
+  if (!registry_.RemoveControl(model, replica, incarnation)) return;
+  ReplicaRun* run = FindReplica(model, replica, incarnation);
+  if (run == nullptr) return;
+  ReplicaEvent event;
+  event.kind = ReplicaEvent::kControlLeft;
+  event.fault = fault;
+  Step(run, event);
+}
+
+void CoordinatorCore::LoseWorker(const std::string& model,
+                                 const std::string& replica, int worker,
+                                 const std::string& incarnation,
+                                 const Fault& fault) {
+  if (!registry_.RemoveWorker(model, replica, worker, incarnation)) return;
+  ReplicaRun* run = FindReplica(model, replica, incarnation);
+  if (run == nullptr) return;
+  ReplicaEvent event;
+  event.kind = ReplicaEvent::kWorkerLeft;
+  event.worker = worker;
+  event.fault = fault;
+  Step(run, event);
+}
+
+void CoordinatorCore::Refuse(const std::string& model,
+                             const std::vector<Refusal>& refusals) {
+  for (const Refusal& refusal : refusals) {
+    if (refusal.worker >= 0) {
+      v1::RefuseWorker* out = SendTo(refusal.node)->mutable_refuse_worker();
+      out->set_model(model);
+      out->set_replica(refusal.replica);
+      out->set_worker_index(refusal.worker);
+      out->set_incarnation(refusal.incarnation);
+      *out->mutable_failure() = ToProto(refusal.fault);
+      LoseWorker(model, refusal.replica, refusal.worker, refusal.incarnation,
+                 refusal.fault);
+    } else {
+      v1::RefuseReplica* out = SendTo(refusal.node)->mutable_refuse_replica();
+      out->set_model(model);
+      out->set_replica(refusal.replica);
+      out->set_incarnation(refusal.incarnation);
+      *out->mutable_failure() = ToProto(refusal.fault);
+      LoseControl(model, refusal.replica, refusal.incarnation, refusal.fault);
+    }
+    ReplicaRun* run = FindReplica(model, refusal.replica, refusal.incarnation);
+    if (run != nullptr) run->last_failure = ToProto(refusal.fault);
+  }
+}
+
+ReplicaRun* CoordinatorCore::FindReplica(const std::string& model,
+                                         const std::string& replica,
+                                         const std::string& incarnation) {
+  auto it = models_.find(model);
+  if (it == models_.end()) return nullptr;
+  auto found = it->second.replicas.find(replica);
+  if (found == it->second.replicas.end() ||
+      found->second.incarnation != incarnation) {
+    return nullptr;
+  }
+  return &found->second;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,240 @@
+#include "daemon/coordinator/fit.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "daemon/node/convert.h"
+#include "schedule/error.h"
+#include "schedule/layout.h"
+
+namespace weightsync {
+namespace daemon {
+
+using absl::StatusCode;
+
+namespace {
+
+// The reasons of schedule/ in the words of the API.
+Fault FromPlan(const absl::Status& status) {
+  static const auto* const kReasons = new std::map<std::string, std::string>{
+      {schedule::kDuplicateParameter, "DUPLICATE_NAME"},
+      {schedule::kInvalidParameter, "SHAPE_INVALID"},
+      {schedule::kEmptyDimension, "SHAPE_INVALID"},
+      {schedule::kDimensionTooLarge, "SHAPE_INVALID"},
+      {schedule::kBytesOverflow, "SHAPE_INVALID"},
+      {schedule::kUnknownDType, "DTYPE_UNKNOWN"},
+      {schedule::kBoxOutsideTensor, "BOX_OUT_OF_RANGE"},
+      {schedule::kOverlappingShards, "SHARDS_OVERLAP"},
+      {schedule::kHoleInParameter, "SHARDS_HOLE"},
+  };
+  const std::string reason = schedule::ReasonOf(status);
+  auto it = kReasons->find(reason);
+  return Fault(status.code(), it == kReasons->end() ? reason : it->second,
+               std::string(status.message()));
+}
+
+absl::string_view ComponentOf(const v1::Parameter& parameter) {
+  return parameter.component().empty() ? absl::string_view("main")
+                                       : absl::string_view(parameter.component());
+}
+
+std::string Describe(const v1::Parameter& parameter) {
+  const schedule::Param param = ParamFromProto(parameter);
+  return absl::StrCat(schedule::DTypeName(param.dtype), " ",
+                      schedule::DimsString(param.shape));
+}
+
+}  // namespace
+
+Fault CheckShards(v1::RankShards* shards, int64_t* bytes) {
+  std::vector<schedule::Param> params;
+  for (const v1::Parameter& parameter : shards->parameters()) {
+    params.push_back(ParamFromProto(parameter));
+  }
+  const auto catalog = schedule::Catalog::Create(params);
+  if (!catalog.ok()) return FromPlan(catalog.status());
+  *bytes = 0;
+  for (const v1::ShardBox& shard : shards->shards()) {
+    if (shard.parameter() < 0 ||
+        shard.parameter() >= shards->parameters_size()) {
+      return Fault(StatusCode::kInvalidArgument, "BOX_OUT_OF_RANGE",
+                   absl::StrCat("rank ", shards->rank(),
+                                " names parameter number ", shard.parameter(),
+                                " of ", shards->parameters_size()));
+    }
+    const schedule::Param& param = params[shard.parameter()];
+    const auto box =
+        BoxFromProto(shard.has_box(), shard.box(), param.shape, param.name);
+    if (!box.ok()) return FromPlan(box.status());
+    *bytes += box->Volume() * schedule::DTypeSize(param.dtype);
+  }
+  return Fault();
+}
+
+Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
+  absl::flat_hash_map<absl::string_view, const v1::Parameter*> by_name;
+  for (const v1::Parameter& parameter : known.parameters()) {
+    by_name[parameter.name()] = &parameter;
+  }
+  for (const v1::Parameter& parameter : fresh.parameters()) {
+    auto it = by_name.find(parameter.name());
+    if (it == by_name.end()) continue;
+    const v1::Parameter& other = *it->second;
+    if (other.dtype() == parameter.dtype() &&
+        ComponentOf(other) == ComponentOf(parameter) &&
+        std::equal(other.shape().begin(), other.shape().end(),
+                   parameter.shape().begin(), parameter.shape().end())) {
+      continue;
+    }
+    return Fault(StatusCode::kInvalidArgument, "CATALOG_MISMATCH",
+                 absl::StrCat(parameter.name(), ": rank ", fresh.rank(),
+                              " says ", Describe(parameter), " in component ",
+                              ComponentOf(parameter), ", rank ", known.rank(),
+                              " says ", Describe(other), " in component ",
+                              ComponentOf(other)));
+  }
+  return Fault();
+}
+
+Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
+                 FittedCatalog* fitted) {
+  std::vector<schedule::Param> params;
+  fitted->parameters.clear();
+  absl::flat_hash_set<absl::string_view> seen;
+  for (const v1::RankShards* rank : ranks) {
+    for (const v1::Parameter& parameter : rank->parameters()) {
+      if (!seen.insert(parameter.name()).second) continue;
+      params.push_back(ParamFromProto(parameter));
+      fitted->parameters.push_back(parameter);
+    }
+  }
+  auto catalog = schedule::Catalog::Create(std::move(params));
+  if (!catalog.ok()) return FromPlan(catalog.status());
+  fitted->catalog =
+      std::make_shared<const schedule::Catalog>(*std::move(catalog));
+
+  std::vector<schedule::SourceRank> sources;
+  for (const v1::RankShards* rank : ranks) {
+    std::vector<schedule::OrdinalBox> boxes;
+    for (const v1::ShardBox& shard : rank->shards()) {
+      const std::string& name = rank->parameters(shard.parameter()).name();
+      schedule::OrdinalBox box;
+      box.ordinal = *fitted->catalog->Find(name);
+      box.box = *BoxFromProto(shard.has_box(), shard.box(),
+                              fitted->catalog->param(box.ordinal).shape, name);
+      boxes.push_back(std::move(box));
+    }
+    schedule::SourceRank source;
+    source.rank = rank->rank();
+    source.shards = schedule::MakeBoxList(std::move(boxes));
+    sources.push_back(std::move(source));
+  }
+  const auto partition =
+      schedule::SourcePartition::Create(*fitted->catalog, sources);
+  return partition.ok() ? Fault() : FromPlan(partition.status());
+}
+
+Fault CheckTensors(const v1::RegisterWorker& registration, int64_t* bytes) {
+  std::vector<schedule::Param> params;
+  for (const v1::WantedTensor& tensor : registration.tensors()) {
+    schedule::Param param;
+    param.name = tensor.name();
+    param.dtype = FromProto(tensor.dtype());
+    param.shape.assign(tensor.shape().begin(), tensor.shape().end());
+    params.push_back(std::move(param));
+  }
+  const auto catalog = schedule::Catalog::Create(params);
+  if (!catalog.ok()) return FromPlan(catalog.status());
+  *bytes = 0;
+  for (int i = 0; i < registration.tensors_size(); ++i) {
+    const v1::WantedTensor& tensor = registration.tensors(i);
+    const auto box = BoxFromProto(tensor.has_box(), tensor.box(),
+                                  params[i].shape, tensor.name());
+    if (!box.ok()) return FromPlan(box.status());
+    *bytes += box->Volume() * schedule::DTypeSize(params[i].dtype);
+  }
+  return Fault();
+}
+
+Fault CheckWanted(const schedule::Catalog& catalog,
+                  const v1::RegisterWorker& registration) {
+  for (const v1::WantedTensor& tensor : registration.tensors()) {
+    const absl::optional<uint32_t> ordinal = catalog.Find(tensor.name());
+    if (!ordinal.has_value()) {
+      return Fault(StatusCode::kFailedPrecondition, "PARAMETER_UNKNOWN",
+                   absl::StrCat(tensor.name(),
+                                ": the trainers hold no such parameter, but "
+                                "worker ",
+                                registration.worker_index(), " of replica ",
+                                registration.replica(), " wants it"));
+    }
+    const schedule::Param& param = catalog.param(*ordinal);
+    if (FromProto(tensor.dtype()) != param.dtype) {
+      return Fault(StatusCode::kFailedPrecondition, "DTYPE_MISMATCH",
+                   absl::StrCat(tensor.name(), ": the trainers have ",
+                                schedule::DTypeName(param.dtype), ", worker ",
+                                registration.worker_index(), " of replica ",
+                                registration.replica(), " wants ",
+                                schedule::DTypeName(FromProto(tensor.dtype()))));
+    }
+    if (!std::equal(param.shape.begin(), param.shape.end(),
+                    tensor.shape().begin(), tensor.shape().end())) {
+      return Fault(
+          StatusCode::kFailedPrecondition, "SHAPE_MISMATCH",
+          absl::StrCat(tensor.name(), ": the trainers have shape ",
+                       schedule::DimsString(param.shape), ", worker ",
+                       registration.worker_index(), " of replica ",
+                       registration.replica(), " wants ",
+                       schedule::DimsString(schedule::Dims(
+                           tensor.shape().begin(), tensor.shape().end()))));
+    }
+  }
+  return Fault();
+}
+
+bool Covered(const schedule::Box& wanted,
+             const std::vector<schedule::Box>& held) {
+  std::vector<schedule::Box> left = {wanted};
+  for (const schedule::Box& box : held) {
+    std::vector<schedule::Box> next;
+    for (const schedule::Box& part : left) {
+      schedule::Subtract(part, box, &next);
+    }
+    left = std::move(next);
+    if (left.empty()) return true;
+  }
+  return left.empty();
+}
+
+Fault CheckCoverage(const schedule::Catalog& catalog,
+                    const std::vector<const v1::RegisterWorker*>& workers,
+                    absl::string_view replica) {
+  std::vector<std::vector<schedule::Box>> held(catalog.size());
+  for (const v1::RegisterWorker* worker : workers) {
+    for (const v1::WantedTensor& tensor : worker->tensors()) {
+      const absl::optional<uint32_t> ordinal = catalog.Find(tensor.name());
+      if (!ordinal.has_value()) continue;
+      auto box = BoxFromProto(tensor.has_box(), tensor.box(),
+                              catalog.param(*ordinal).shape, tensor.name());
+      if (box.ok()) held[*ordinal].push_back(*std::move(box));
+    }
+  }
+  for (uint32_t ordinal = 0; ordinal < catalog.size(); ++ordinal) {
+    const schedule::Param& param = catalog.param(ordinal);
+    if (Covered(schedule::WholeBox(param.shape), held[ordinal])) continue;
+    return Fault(StatusCode::kFailedPrecondition, "REPLICA_INCOMPLETE",
+                 absl::StrCat(replica, ": its workers together do not take all "
+                                       "of ",
+                              param.name,
+                              "; register it as partial if that is meant"));
+  }
+  return Fault();
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,181 @@
+#include "daemon/coordinator/journal_state.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/coordinator/convert.h"
+
+namespace weightsync {
+namespace daemon {
+
+using internal::v1::JournalRecord;
+
+std::string RequestKey(const std::string& model, int32_t rank,
+                       const std::string& request_id) {
+  return absl::StrCat(model, "/", rank, "/", request_id);
+}
+
+void ApplyRecord(const JournalRecord& record, JournalState* state) {
+  switch (record.record_case()) {
+    case JournalRecord::kStarted:
+      state->cluster_id = record.started().cluster_id();
+      state->term = std::max(state->term, record.started().term());
+      return;
+
+    case JournalRecord::kUpdateOpened: {
+      const auto& opened = record.update_opened();
+      JournalModel& model = state->models[opened.model()];
+      model.floor = std::max(model.floor, opened.version());
+      model.publish_index =
+          std::max(model.publish_index, opened.publish_index());
+      if (model.newest.update_id() == opened.update_id()) return;
+      model.newest = opened;
+      model.newest_ended = false;
+      return;
+    }
+
+    case JournalRecord::kRequestOpened: {
+      const auto& opened = record.request_opened();
+      state
+          ->requests[RequestKey(opened.model(), opened.rank(),
+                                opened.request_id())]
+          .opened = opened;
+      return;
+    }
+
+    case JournalRecord::kRankCopied: {
+      const auto& copied = record.rank_copied();
+      for (auto& entry : state->requests) {
+        JournalRequest& request = entry.second;
+        if (request.opened.model() != copied.model() ||
+            request.opened.rank() != copied.rank() ||
+            request.opened.update_id() != copied.update_id()) {
+          continue;
+        }
+        request.copied = true;
+        request.copied_bytes = copied.copied_bytes();
+        request.copy_duration = FromProto(copied.copy_duration());
+      }
+      return;
+    }
+
+    case JournalRecord::kLayoutDefined: {
+      const auto& layout = record.layout_defined().layout();
+      state->layouts[layout.layout_id()] = layout;
+      return;
+    }
+
+    case JournalRecord::kUpdateCommitted: {
+      const auto& committed = record.update_committed();
+      JournalModel& model = state->models[committed.model()];
+      if (model.committed.update_id() == committed.update_id()) return;
+      model.committed = committed;
+      model.committed_ended = false;
+      return;
+    }
+
+    case JournalRecord::kUpdateEnded: {
+      const auto& ended = record.update_ended();
+      JournalModel& model = state->models[ended.model()];
+      if (model.newest.update_id() == ended.update_id()) {
+        model.newest_ended = true;
+        model.newest_end = ended;
+      }
+      if (ended.active()) {
+        if (model.committed.update_id() == ended.update_id()) {
+          model.committed_ended = true;
+        }
+        return;
+      }
+      for (auto& entry : state->requests) {
+        if (entry.second.opened.update_id() == ended.update_id()) {
+          entry.second.failure = ended.failure();
+        }
+      }
+      return;
+    }
+
+    case JournalRecord::kLost:
+      state->lost_evidence = record.lost().evidence();
+      return;
+
+    case JournalRecord::RECORD_NOT_SET:
+      // Of a later release: what it does not change here it may ignore.
+      return;
+  }
+}
+
+void ForgetOld(absl::Time oldest, JournalState* state) {
+  for (auto it = state->requests.begin(); it != state->requests.end();) {
+    const bool old = FromProto(it->second.opened.time()) < oldest;
+    it = old ? state->requests.erase(it) : std::next(it);
+  }
+  std::set<std::string> named;
+  for (const auto& entry : state->models) {
+    named.insert(entry.second.committed.layout_id());
+  }
+  for (auto it = state->layouts.begin(); it != state->layouts.end();) {
+    it = named.count(it->first) == 0 ? state->layouts.erase(it)
+                                     : std::next(it);
+  }
+}
+
+std::vector<JournalRecord> RecordsOf(const JournalState& state) {
+  std::vector<JournalRecord> records;
+  if (state.cluster_id.empty()) return records;
+  const auto add = [&records]() -> JournalRecord& {
+    records.emplace_back();
+    return records.back();
+  };
+  auto* started = add().mutable_started();
+  started->set_cluster_id(state.cluster_id);
+  started->set_term(state.term);
+  if (!state.lost_evidence.empty()) {
+    add().mutable_lost()->set_evidence(state.lost_evidence);
+  }
+  for (const auto& entry : state.layouts) {
+    *add().mutable_layout_defined()->mutable_layout() = entry.second;
+  }
+  for (const auto& entry : state.models) {
+    const JournalModel& model = entry.second;
+    if (!model.committed.update_id().empty()) {
+      *add().mutable_update_committed() = model.committed;
+      if (model.committed_ended) {
+        auto* ended = add().mutable_update_ended();
+        ended->set_model(entry.first);
+        ended->set_update_id(model.committed.update_id());
+        ended->set_version(model.committed.version());
+        ended->set_active(true);
+      }
+    }
+    if (!model.newest.update_id().empty()) {
+      *add().mutable_update_opened() = model.newest;
+      if (model.newest_ended) *add().mutable_update_ended() = model.newest_end;
+    }
+  }
+  for (const auto& entry : state.requests) {
+    const JournalRequest& request = entry.second;
+    *add().mutable_request_opened() = request.opened;
+    if (request.copied) {
+      auto* copied = add().mutable_rank_copied();
+      copied->set_model(request.opened.model());
+      copied->set_rank(request.opened.rank());
+      copied->set_update_id(request.opened.update_id());
+      copied->set_copied_bytes(request.copied_bytes);
+      *copied->mutable_copy_duration() = ToProto(request.copy_duration);
+    }
+    if (!request.failure.reason().empty()) {
+      auto* ended = add().mutable_update_ended();
+      ended->set_model(request.opened.model());
+      ended->set_update_id(request.opened.update_id());
+      ended->set_version(request.opened.version());
+      *ended->mutable_failure() = request.failure;
+    }
+  }
+  return records;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

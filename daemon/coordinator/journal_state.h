@@ -1,0 +1,71 @@
+// What the journal's records add up to. Pure; the file is journal.h's business.
+
+#ifndef WEIGHTSYNC_DAEMON_COORDINATOR_JOURNAL_STATE_H_
+#define WEIGHTSYNC_DAEMON_COORDINATOR_JOURNAL_STATE_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "weightsync/internal/v1/journal.pb.h"
+
+namespace weightsync {
+namespace daemon {
+
+struct JournalModel {
+  // The highest version ever given out, and the publish it was.
+  int64_t floor = 0;
+  int64_t publish_index = 0;
+  // The update at the floor, and how it stands.
+  internal::v1::UpdateOpened newest;
+  bool newest_ended = false;
+  // Meaningful when newest_ended.
+  internal::v1::UpdateEnded newest_end;
+  // The newest committed update; no update_id: none yet.
+  internal::v1::UpdateCommitted committed;
+  // Its participants had all been served.
+  bool committed_ended = false;
+};
+
+struct JournalRequest {
+  internal::v1::RequestOpened opened;
+  bool copied = false;
+  int64_t copied_bytes = 0;
+  absl::Duration copy_duration;
+  // Set when the update was aborted.
+  v1::Failure failure;
+};
+
+struct JournalState {
+  // Empty: the journal was empty.
+  std::string cluster_id;
+  int64_t term = 0;
+  std::map<std::string, JournalModel> models;
+  // By layout_id: those that a committed update names.
+  std::map<std::string, v1::DefineLayout> layouts;
+  // By RequestKey.
+  std::map<std::string, JournalRequest> requests;
+  // Not empty: nothing may be accepted (JOURNAL_LOST).
+  std::string lost_evidence;
+};
+
+std::string RequestKey(const std::string& model, int32_t rank,
+                       const std::string& request_id);
+
+// Adds one record. Applying a record twice changes nothing.
+void ApplyRecord(const internal::v1::JournalRecord& record,
+                 JournalState* state);
+
+// Forgets requests older than `oldest` and layouts that nothing names.
+void ForgetOld(absl::Time oldest, JournalState* state);
+
+// The shortest list of records from which ApplyRecord makes `state` again.
+// Empty for an empty state.
+std::vector<internal::v1::JournalRecord> RecordsOf(const JournalState& state);
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_COORDINATOR_JOURNAL_STATE_H_

@@ -1,0 +1,156 @@
+#include "daemon/coordinator/known_layout.h"
+
+#include <algorithm>
+#include <functional>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/coordinator/fit.h"
+#include "daemon/node/convert.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+std::string Label(const v1::LayoutNode& node, const char* key) {
+  auto it = node.labels().find(key);
+  return it == node.labels().end() ? std::string() : it->second;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const KnownLayout>> MakeKnownLayout(
+    v1::DefineLayout define) {
+  auto known = std::make_shared<KnownLayout>();
+  auto layout = ComputeNodeLayout(define, "");
+  if (!layout.ok()) return layout.status();
+  known->layout = *std::move(layout);
+  define.set_layout_id(known->layout.id);
+  known->define = std::move(define);
+  for (const v1::LayoutNode& node : known->define.nodes()) {
+    known->node_index[node.node()] = static_cast<int>(known->labels.size());
+    schedule::NodeLabels labels;
+    labels.zone = Label(node, "zone");
+    labels.rack = Label(node, "rack");
+    labels.host = Label(node, "host");
+    labels.name = node.node();
+    known->labels.push_back(std::move(labels));
+  }
+  known->source.resize(known->labels.size());
+  known->receiver.resize(known->labels.size());
+  for (uint32_t b = 0; b < known->layout.plan.bucket_count(); ++b) {
+    const schedule::Bucket& bucket = known->layout.plan.bucket(b);
+    known->source[bucket.source_node] = true;
+    known->total_bytes += bucket.bytes;
+    for (int32_t node : known->layout.plan.need_nodes(b)) {
+      known->receiver[node] = true;
+    }
+  }
+  return std::shared_ptr<const KnownLayout>(std::move(known));
+}
+
+bool HoldsFor(const KnownLayout& known, const std::string& node,
+              const v1::RegisterWorker& worker) {
+  auto it = known.node_index.find(node);
+  if (it == known.node_index.end()) return false;
+  const schedule::Catalog& catalog = known.layout.catalog;
+  std::vector<std::vector<schedule::Box>> held(catalog.size());
+  for (const v1::LayoutWorker& other : known.define.workers()) {
+    if (other.node() != it->second) continue;
+    for (const v1::OrdinalBox& box : other.boxes()) {
+      const schedule::Param& param = catalog.param(box.ordinal());
+      auto parsed =
+          BoxFromProto(box.has_box(), box.box(), param.shape, param.name);
+      if (parsed.ok()) held[box.ordinal()].push_back(*std::move(parsed));
+    }
+  }
+  for (const v1::WantedTensor& tensor : worker.tensors()) {
+    const absl::optional<uint32_t> ordinal = catalog.Find(tensor.name());
+    if (!ordinal.has_value()) return false;
+    const schedule::Param& param = catalog.param(*ordinal);
+    auto box = BoxFromProto(tensor.has_box(), tensor.box(), param.shape,
+                            tensor.name());
+    if (!box.ok() || !Covered(*box, held[*ordinal])) return false;
+  }
+  return true;
+}
+
+std::vector<int32_t> AvoidEdges(
+    int32_t source, std::vector<int32_t> chain,
+    const std::vector<std::pair<int, int>>& bad_edges) {
+  if (bad_edges.empty()) return chain;
+  const auto bad = [&bad_edges](int from, int to) {
+    return std::find(bad_edges.begin(), bad_edges.end(),
+                     std::make_pair(from, to)) != bad_edges.end();
+  };
+  // Depth first, in the given order; the budget keeps a hopeless search short.
+  int budget = 10000;
+  std::vector<int32_t> order;
+  std::vector<bool> used(chain.size());
+  const std::function<bool(int32_t)> extend = [&](int32_t from) -> bool {
+    if (order.size() == chain.size()) return true;
+    for (size_t i = 0; i < chain.size(); ++i) {
+      if (used[i] || bad(from, chain[i])) continue;
+      if (--budget < 0) return false;
+      used[i] = true;
+      order.push_back(chain[i]);
+      if (extend(chain[i])) return true;
+      order.pop_back();
+      used[i] = false;
+    }
+    return false;
+  };
+  return extend(source) ? order : chain;
+}
+
+absl::StatusOr<std::vector<v1::Flow>> MakeFlows(const KnownLayout& known,
+                                                const FlowOptions& options) {
+  auto routed = schedule::RouteFlows(known.layout.plan, known.labels);
+  if (!routed.ok()) return routed.status();
+  std::vector<v1::Flow> flows;
+  for (schedule::Flow& flow : *routed) {
+    flow.chain.erase(std::remove_if(flow.chain.begin(), flow.chain.end(),
+                                    [&](int32_t node) {
+                                      return options.excluded[node];
+                                    }),
+                     flow.chain.end());
+    if (flow.chain.empty() || options.excluded[flow.source_node]) continue;
+    v1::Flow out;
+    out.set_flow_id(absl::StrCat(known.labels[flow.source_node].name, "/",
+                                 flow.need_class));
+    out.add_members()->set_node(known.labels[flow.source_node].name);
+    for (int32_t node :
+         AvoidEdges(flow.source_node, flow.chain, options.bad_edges)) {
+      out.add_members()->set_node(known.labels[node].name);
+    }
+    for (uint32_t bucket : flow.buckets) {
+      out.add_buckets(static_cast<int32_t>(bucket));
+    }
+    flows.push_back(std::move(out));
+  }
+  return flows;
+}
+
+std::map<std::string, int64_t> NeededBytes(const KnownLayout& known,
+                                           const std::vector<v1::Flow>& flows) {
+  std::map<std::string, int64_t> needed;
+  for (const v1::Flow& flow : flows) {
+    int64_t bytes = 0;
+    for (int32_t bucket : flow.buckets()) {
+      bytes += known.layout.plan.bucket(bucket).bytes;
+    }
+    for (int i = 1; i < flow.members_size(); ++i) {
+      needed[flow.members(i).node()] += bytes;
+    }
+  }
+  return needed;
+}
+
+int64_t WireBytes(const KnownLayout& known,
+                  const std::vector<v1::Flow>& flows) {
+  int64_t bytes = 0;
+  for (const auto& node : NeededBytes(known, flows)) bytes += node.second;
+  return bytes;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

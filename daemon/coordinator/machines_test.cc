@@ -1,0 +1,427 @@
+// The pure machines by themselves: what the coordinator's tests cannot see well.
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "daemon/coordinator/publish_book.h"
+#include "daemon/coordinator/replica_machine.h"
+#include "daemon/coordinator/update_machine.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+const absl::Time kStart = absl::FromUnixSeconds(100);
+
+// ---- One replica ----
+
+class ReplicaMachineTest : public ::testing::Test {
+ protected:
+  using R = ReplicaAction;
+
+  void SetUp() override {
+    state_.name = "models/m/replicas/r";
+    state_.workers.resize(2);
+    Join(false);
+  }
+  std::vector<R::Kind> Step(ReplicaEvent event) {
+    last_ = StepReplica(timeouts_, event, now_, &state_);
+    std::vector<R::Kind> kinds;
+    for (const R& action : last_) kinds.push_back(action.kind);
+    return kinds;
+  }
+  void Join(bool paused) {
+    ReplicaEvent event;
+    event.kind = ReplicaEvent::kControlJoined;
+    event.paused = paused;
+    Step(event);
+    event.kind = ReplicaEvent::kWorkerJoined;
+    for (int i = 0; i < 2; ++i) {
+      event.worker = i;
+      event.content = state_.workers[i].content;
+      Step(event);
+    }
+  }
+  ReplicaEvent Event(ReplicaEvent::Kind kind, int64_t command = 0) {
+    ReplicaEvent event;
+    event.kind = kind;
+    event.command = command;
+    event.holder = Holder{Holder::kUpdate, 7};
+    event.update = 7;
+    event.content = WorkerContent{Content::kInstalled, 7};
+    return event;
+  }
+  ReplicaEvent Failed(ReplicaEvent event) {
+    event.fault = Fault(absl::StatusCode::kInternal, "X", "x");
+    event.content = WorkerContent{Content::kWriting, 7};
+    return event;
+  }
+  ReplicaEvent Applied(int worker, int64_t command) {
+    ReplicaEvent event = Event(ReplicaEvent::kApplied, command);
+    event.worker = worker;
+    return event;
+  }
+
+  ReplicaTimeouts timeouts_;
+  ReplicaState state_;
+  absl::Time now_ = kStart;
+  std::vector<R> last_;
+};
+
+TEST_F(ReplicaMachineTest, HoldInstallReleaseIsOneInstall) {
+  EXPECT_THAT(Step(Event(ReplicaEvent::kHold)), ElementsAre(R::kSendPause));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_[0].command)),
+              ElementsAre(R::kPausedNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kInstall)),
+              ElementsAre(R::kSendApply, R::kSendApply));
+  const int64_t first = last_[0].command;
+  EXPECT_THAT(Step(Applied(0, first)), IsEmpty());
+  EXPECT_THAT(Step(Applied(0, first)), IsEmpty());
+  EXPECT_THAT(Step(Applied(1, first + 1)), ElementsAre(R::kInstalledNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+  EXPECT_TRUE(last_[0].weights_changed);
+  EXPECT_EQ(last_[0].update, 7);
+  EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, last_[0].command)),
+              ElementsAre(R::kResumedNow));
+  EXPECT_EQ(state_.engine, EngineState::kRunning);
+}
+
+TEST_F(ReplicaMachineTest, AReleaseWhileItPausesResumesAtOnce) {
+  Step(Event(ReplicaEvent::kHold));
+  const int64_t pause = last_[0].command;
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+  EXPECT_FALSE(last_[0].weights_changed);
+  const int64_t resume = last_[0].command;
+  // The answer to the pause comes late.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, pause)), IsEmpty());
+  EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, resume)),
+              ElementsAre(R::kResumedNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, resume)), IsEmpty());
+}
+
+TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
+  Step(Event(ReplicaEvent::kHold));
+  const int64_t pause = last_[0].command;
+  ReplicaEvent other = Event(ReplicaEvent::kHold);
+  other.holder = Holder{Holder::kInstall, 3};
+  Step(other);
+  Step(Event(ReplicaEvent::kPaused, pause));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  other.kind = ReplicaEvent::kRelease;
+  EXPECT_THAT(Step(other), ElementsAre(R::kSendResume));
+}
+
+TEST_F(ReplicaMachineTest, AMixIsNeverResumed) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  Step(Applied(0, first));
+  for (int attempt = 1; attempt < 3; ++attempt) {
+    EXPECT_THAT(Step(Failed(Applied(1, first + attempt))),
+                ElementsAre(R::kApplyFailed, R::kSendApply));
+    // The same failure again is of an older command.
+    EXPECT_THAT(Step(Failed(Applied(1, first + attempt))), IsEmpty());
+  }
+  EXPECT_THAT(Step(Failed(Applied(1, first + 3))), ElementsAre(R::kFenced));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  now_ += absl::Hours(1);
+  EXPECT_THAT(Step(ReplicaEvent()), IsEmpty());
+  EXPECT_EQ(state_.engine, EngineState::kPaused);
+  // Another update is its way on.
+  ReplicaEvent next = Event(ReplicaEvent::kInstall);
+  next.update = 8;
+  EXPECT_THAT(Step(next), ElementsAre(R::kSendApply, R::kSendApply));
+}
+
+TEST_F(ReplicaMachineTest, ALateSuccessOfAnEarlierAttemptCounts) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  Step(Applied(0, first));
+  now_ += timeouts_.apply;
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kApplyFailed, R::kSendApply));
+  EXPECT_THAT(Step(Applied(1, first + 1)), ElementsAre(R::kInstalledNow));
+}
+
+TEST_F(ReplicaMachineTest, AnAnswerFromBeforeARegistrationDoesNotCount) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  ReplicaEvent joined = Event(ReplicaEvent::kWorkerJoined);
+  joined.worker = 0;
+  joined.content = WorkerContent{Content::kWriting, 7};
+  EXPECT_THAT(Step(joined), ElementsAre(R::kSendApply));
+  Step(Applied(1, first + 1));
+  EXPECT_THAT(Step(Applied(0, first)), IsEmpty());
+  EXPECT_THAT(Step(Applied(0, first + 2)), ElementsAre(R::kInstalledNow));
+}
+
+TEST_F(ReplicaMachineTest, NothingIsSentToAReplicaThatIsNotWhole) {
+  ReplicaEvent left = Event(ReplicaEvent::kWorkerLeft);
+  left.fault = Fault(absl::StatusCode::kUnavailable, "WORKER_LOST", "gone");
+  EXPECT_THAT(Step(left), ElementsAre(R::kLeft));
+  EXPECT_EQ(last_[0].fault.reason, "WORKER_LOST");
+  EXPECT_THAT(Step(left), IsEmpty());
+  EXPECT_THAT(Step(Event(ReplicaEvent::kHold)), IsEmpty());
+  left.kind = ReplicaEvent::kWorkerJoined;
+  left.content = WorkerContent();
+  EXPECT_THAT(Step(left), ElementsAre(R::kComplete));
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendPause));
+}
+
+TEST_F(ReplicaMachineTest, AnEngineThatForgotItsResumeIsResumedAgain) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kRelease));
+  now_ += timeouts_.resume;
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kResumeFailed));
+  EXPECT_THAT(Step(ReplicaEvent()), IsEmpty());
+  now_ += absl::Seconds(1);
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
+}
+
+// ---- One update ----
+
+class UpdateMachineTest : public ::testing::Test {
+ protected:
+  using U = UpdateAction;
+  using E = UpdateEvent;
+
+  void SetUp() override {
+    for (const char* name : {"n0", "n1", "n2"}) {
+      UpdateNode node;
+      node.name = name;
+      node.source = state_.nodes.empty();
+      node.receiver = !node.source;
+      state_.nodes.push_back(node);
+    }
+    state_.ranks.resize(1);
+    state_.replicas.resize(2);
+    BeginUpdate(config_, now_, &state_);
+  }
+  int Count(const std::vector<U>& actions, U::Kind kind) {
+    return static_cast<int>(
+        std::count_if(actions.begin(), actions.end(),
+                      [kind](const U& action) { return action.kind == kind; }));
+  }
+  std::vector<U> Step(E::Kind kind, int index = 0,
+                      absl::StatusCode code = absl::StatusCode::kOk) {
+    E event;
+    event.kind = kind;
+    event.rank = event.node = event.replica = index;
+    event.epoch = state_.epoch;
+    if (code != absl::StatusCode::kOk) event.fault = Fault(code, "X", "x");
+    return StepUpdate(config_, event, now_, &state_);
+  }
+  void Prepare() {
+    for (int i = 0; i < 3; ++i) Step(E::kNodePrepared, i);
+  }
+  void Verify() {
+    for (int i = 0; i < 3; ++i) Step(E::kNodeVerified, i);
+  }
+
+  UpdateConfig config_;
+  UpdateState state_;
+  absl::Time now_ = kStart;
+};
+
+TEST_F(UpdateMachineTest, TheManifestFollowsThePrepareWheneverTheCopyEnds) {
+  Step(E::kRankCopied);
+  const auto actions = Step(E::kRankArrived);
+  ASSERT_EQ(Count(actions, U::kPrepare), 3);
+  ASSERT_EQ(Count(actions, U::kManifest), 3);
+  EXPECT_EQ(actions.back().kind, U::kManifest);
+}
+
+TEST_F(UpdateMachineTest, OldEpochsChangeNothing) {
+  Step(E::kRankArrived);
+  Prepare();
+  EXPECT_EQ(state_.phase, UpdatePhase::kMoving);
+  EXPECT_EQ(state_.epoch, 1);
+  Step(E::kNodeVerified, 1, absl::StatusCode::kUnavailable);
+  EXPECT_EQ(state_.epoch, 2);
+  E old;
+  old.kind = E::kNodeVerified;
+  old.node = 2;
+  old.epoch = 1;
+  old.fault = Fault(absl::StatusCode::kUnavailable, "X", "x");
+  EXPECT_THAT(StepUpdate(config_, old, now_, &state_), IsEmpty());
+  old.kind = E::kNodePrepared;
+  old.fault = Fault();
+  EXPECT_THAT(StepUpdate(config_, old, now_, &state_), IsEmpty());
+  EXPECT_EQ(state_.phase, UpdatePhase::kPreparing);
+}
+
+TEST_F(UpdateMachineTest, ARankMayGoOnceItIsCopied) {
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Step(E::kRankLost, 0, absl::StatusCode::kAborted);
+  EXPECT_EQ(state_.phase, UpdatePhase::kPreparing);
+}
+
+TEST_F(UpdateMachineTest, NothingIsUndoneAfterTheCommit) {
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  Verify();
+  EXPECT_EQ(state_.phase, UpdatePhase::kPausing);
+  Step(E::kNodeLost, 0, absl::StatusCode::kUnavailable);  // all is verified
+  Step(E::kReplicaPaused, 0);
+  EXPECT_FALSE(state_.committed);
+  const auto actions = Step(E::kReplicaPaused, 1);
+  EXPECT_TRUE(state_.committed);
+  EXPECT_EQ(actions[0].kind, U::kCommit);
+  EXPECT_EQ(Count(actions, U::kInstall), 2);
+  Step(E::kCancel, 0, absl::StatusCode::kCancelled);
+  Step(E::kRankLost, 0, absl::StatusCode::kAborted);
+  Step(E::kNodeLost, 1, absl::StatusCode::kUnavailable);
+  now_ += absl::Hours(1);
+  Step(E::kTick);
+  EXPECT_EQ(state_.phase, UpdatePhase::kApplying);
+  Step(E::kReplicaInstalled, 0);
+  Step(E::kReplicaFenced, 1, absl::StatusCode::kInternal);
+  EXPECT_EQ(state_.phase, UpdatePhase::kResuming);
+  const auto end = Step(E::kReplicaResumed, 0);
+  EXPECT_EQ(end.back().kind, U::kEnd);
+  EXPECT_EQ(state_.phase, UpdatePhase::kActive);
+  EXPECT_THAT(Step(E::kReplicaResumed, 0), IsEmpty());
+}
+
+TEST_F(UpdateMachineTest, AnAbortReleasesWhatItHeld) {
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  Verify();
+  const auto actions =
+      Step(E::kReplicaPauseFailed, 1, absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(Count(actions, U::kRelease), 2);
+  EXPECT_EQ(actions.back().kind, U::kEnd);
+  EXPECT_EQ(state_.phase, UpdatePhase::kAborted);
+}
+
+TEST_F(UpdateMachineTest, SilenceWhileMovingIsNoticed) {
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  Step(E::kNodeVerified, 0);
+  for (int i = 0; i <= config_.max_reconfigurations; ++i) {
+    ASSERT_EQ(state_.phase, UpdatePhase::kMoving);
+    now_ += 2 * config_.progress_timeout;
+    Step(E::kTick);
+    Prepare();
+  }
+  EXPECT_EQ(state_.phase, UpdatePhase::kAborted);
+  EXPECT_EQ(state_.fault.reason, "PROGRESS_TIMEOUT");
+  EXPECT_THAT(state_.fault.message, ::testing::HasSubstr("n1, n2"));
+}
+
+// ---- Calls and publishes ----
+
+class PublishBookTest : public ::testing::Test {
+ protected:
+  using D = PublishBook::Decision;
+
+  void SetUp() override {
+    for (int rank = 0; rank < 2; ++rank) book_.RankClaimed(rank, 0);
+  }
+  D Call(int rank, int64_t version = 0) {
+    PublishCall call;
+    call.rank = rank;
+    call.version = version;
+    return book_.OnCall(call, kStart, absl::Seconds(10));
+  }
+  void Abort(const std::string& id) {
+    book_.End(id, Fault(absl::StatusCode::kUnavailable, "X", "x"));
+  }
+
+  PublishBook book_;
+};
+
+TEST_F(PublishBookTest, TheIthCallsOfAllRanksBelongTogether) {
+  EXPECT_EQ(Call(0).kind, D::kWait);
+  EXPECT_EQ(book_.Open("a").version, 1);
+  Abort("a");
+  // Rank 0 goes on to its second call before rank 1 makes its first.
+  EXPECT_EQ(Call(0).kind, D::kWait);
+  EXPECT_EQ(book_.Open("b").version, 2);
+  const D told = Call(1);
+  EXPECT_EQ(told.kind, D::kRefuse);
+  EXPECT_EQ(told.fault.code, absl::StatusCode::kAborted);
+  EXPECT_EQ(told.publish_index, 1);
+  EXPECT_EQ(Call(1).update_id, "b");
+}
+
+TEST_F(PublishBookTest, ANewSessionBeginsWithThePublishThatIsNext) {
+  Call(0);
+  book_.Open("a");
+  Abort("a");
+  book_.RankGone(1);
+  book_.RankClaimed(1, 0);
+  Call(0);
+  EXPECT_EQ(Call(1).kind, D::kWait);
+  EXPECT_EQ(book_.Open("b").waiting.size(), 2u);
+}
+
+TEST_F(PublishBookTest, AfterARestartNodesRememberWhereTheirRanksStood) {
+  PublishBook later;
+  later.Recover(4, 9, "a", Fault(absl::StatusCode::kAborted, "R", "r"));
+  later.RankClaimed(0, 9);
+  later.RankClaimed(1, 8);
+  PublishCall call;
+  call.rank = 1;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).fault.reason, "R");
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).kind, D::kWait);
+  call.rank = 0;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).kind, D::kWait);
+  EXPECT_EQ(later.Open("b").version, 5);
+}
+
+TEST_F(PublishBookTest, AnAbortedNumberOnlyWhileItIsTheFloor) {
+  Call(0, 5);
+  book_.Open("a");
+  Abort("a");
+  EXPECT_EQ(Call(0, 4).fault.reason, "VERSION_NOT_NEWER");
+  EXPECT_EQ(Call(0, 5).kind, D::kWait);
+  book_.Open("b");
+  EXPECT_EQ(Call(0, 5).fault.reason, "VERSION_NOT_NEWER");
+  Abort("b");
+  Call(0, 6);
+  book_.Open("c");
+  Abort("c");
+  EXPECT_EQ(Call(0, 5).fault.reason, "VERSION_NOT_NEWER");
+}
+
+TEST_F(PublishBookTest, ACallTakesThePlaceOfOneThatWaits) {
+  Call(0);
+  const D again = Call(0);
+  EXPECT_EQ(again.kind, D::kWait);
+  EXPECT_TRUE(again.replaced.has_value());
+  EXPECT_EQ(book_.pending()->waiting.size(), 1u);
+}
+
+TEST_F(PublishBookTest, APublishWithNobodyLeftHasNotBeen) {
+  Call(0);
+  book_.RankGone(0);
+  EXPECT_EQ(book_.pending(), nullptr);
+  EXPECT_EQ(book_.newest_index(), 0);
+}
+
+TEST_F(PublishBookTest, RanksThatWantOtherNumbersAreTold) {
+  Call(0, 7);
+  EXPECT_EQ(Call(1, 8).fault.reason, "OPTIONS_DISAGREE");
+  EXPECT_EQ(Call(1, -1).fault.reason, "VERSION_INVALID");
+  EXPECT_EQ(Call(1, 7).kind, D::kWait);
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync

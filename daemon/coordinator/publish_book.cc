@@ -1,0 +1,239 @@
+#include "daemon/coordinator/publish_book.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace weightsync {
+namespace daemon {
+
+Publish* PublishBook::Find(int64_t index) {
+  if (publishes_.empty() || index < publishes_.front().index) return nullptr;
+  const size_t place = static_cast<size_t>(index - publishes_.front().index);
+  return place < publishes_.size() ? &publishes_[place] : nullptr;
+}
+
+const Publish* PublishBook::pending() const {
+  if (publishes_.empty()) return nullptr;
+  const Publish& last = publishes_.back();
+  return last.state == Publish::kPending ? &last : nullptr;
+}
+
+const Publish* PublishBook::open() const {
+  for (auto it = publishes_.rbegin(); it != publishes_.rend(); ++it) {
+    if (it->state == Publish::kOpen) return &*it;
+    if (it->state != Publish::kPending) return nullptr;
+  }
+  return nullptr;
+}
+
+Fault PublishBook::ForgottenFault(int64_t index) const {
+  return Fault(absl::StatusCode::kAborted, "UPDATE_ABORTED",
+               absl::StrCat("publish ", index,
+                            " of the model was given up before this rank came "
+                            "to it; publish again"));
+}
+
+void PublishBook::Recover(int64_t floor, int64_t index,
+                          const std::string& update_id,
+                          const Fault& newest_fault) {
+  floor_ = floor;
+  floor_aborted_ = !newest_fault.ok();
+  newest_index_ = index;
+  publishes_.clear();
+  if (index == 0) return;
+  Publish publish;
+  publish.index = index;
+  publish.version = floor;
+  publish.update_id = update_id;
+  publish.state = newest_fault.ok() ? Publish::kDone : Publish::kFailed;
+  publish.fault = newest_fault;
+  publishes_.push_back(std::move(publish));
+}
+
+void PublishBook::RankClaimed(int32_t rank, int64_t last_index) {
+  if (last_index > newest_index_) {
+    // An earlier term numbered publishes that never became updates.
+    publishes_.clear();
+    newest_index_ = last_index;
+  }
+  if (last_index > 0) {
+    int64_t& last = last_[rank];
+    last = std::max(last, last_index);
+    return;
+  }
+  const int64_t newest_begun =
+      pending() != nullptr ? newest_index_ - 1 : newest_index_;
+  last_[rank] = newest_begun;
+}
+
+void PublishBook::RankGone(int32_t rank) {
+  if (pending() == nullptr) return;
+  std::vector<PublishCall>& waiting = publishes_.back().waiting;
+  waiting.erase(std::remove_if(waiting.begin(), waiting.end(),
+                               [rank](const PublishCall& call) {
+                                 return call.rank == rank;
+                               }),
+                waiting.end());
+  // Nobody has a part in it: it has not been.
+  if (waiting.empty()) {
+    publishes_.pop_back();
+    --newest_index_;
+  }
+}
+
+PublishBook::Decision PublishBook::Refuse(Fault fault, int64_t index) const {
+  Decision decision;
+  decision.kind = Decision::kRefuse;
+  decision.fault = std::move(fault);
+  decision.publish_index = index;
+  return decision;
+}
+
+PublishBook::Decision PublishBook::Enter(Publish* publish,
+                                         const PublishCall& call) {
+  if (call.options != publish->options || call.step != publish->step) {
+    return Refuse(
+        Fault(absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
+              absl::StrCat("rank ", call.rank,
+                           call.step != publish->step
+                               ? absl::StrCat(" says step ", call.step,
+                                              ", the others say step ",
+                                              publish->step)
+                               : std::string(" gives other options than the "
+                                             "other ranks"),
+                           " for the same publish")));
+  }
+  Decision decision;
+  decision.publish_index = publish->index;
+  if (publish->state == Publish::kOpen) {
+    decision.kind = Decision::kJoin;
+    decision.update_id = publish->update_id;
+    last_[call.rank] = publish->index;
+    return decision;
+  }
+  decision.kind = Decision::kWait;
+  for (PublishCall& other : publish->waiting) {
+    if (other.rank != call.rank) continue;
+    decision.replaced = other;
+    other = call;
+    return decision;
+  }
+  publish->waiting.push_back(call);
+  return decision;
+}
+
+PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
+                                          absl::Time now,
+                                          absl::Duration patience) {
+  if (call.version < 0) {
+    return Refuse(Fault(absl::StatusCode::kInvalidArgument, "VERSION_INVALID",
+                        absl::StrCat("version ", call.version,
+                                     " is negative; give a higher one than "
+                                     "every one before, or 0")));
+  }
+  for (int64_t index = last_[call.rank] + 1; index <= newest_index_; ++index) {
+    Publish* publish = Find(index);
+    if (publish == nullptr) {
+      // Too long ago, or of an earlier term. With a number of its own the call
+      // says itself what it belongs to.
+      if (call.version != 0) continue;
+      last_[call.rank] = index;
+      return Refuse(ForgottenFault(index), index);
+    }
+    if (call.version != 0) {
+      const int64_t its = publish->version != 0 ? publish->version
+                          : publish->state == Publish::kPending
+                              ? next_version()
+                              : 0;
+      if (its != call.version) continue;
+    }
+    switch (publish->state) {
+      case Publish::kDone:
+        last_[call.rank] = index;
+        continue;
+      case Publish::kFailed: {
+        last_[call.rank] = index;
+        Fault fault = publish->fault;
+        fault.code = absl::StatusCode::kAborted;
+        return Refuse(std::move(fault), index);
+      }
+      case Publish::kOpen:
+      case Publish::kPending:
+        return Enter(publish, call);
+    }
+  }
+
+  if (call.version != 0 && call.version <= floor_ &&
+      !(call.version == floor_ && floor_aborted_)) {
+    return Refuse(Fault(
+        absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
+        absl::StrCat("version ", call.version,
+                     " is not above version ", floor_,
+                     ", the highest accepted; publish a higher one, or 0")));
+  }
+  if (pending() != nullptr) {
+    const Publish& other = *pending();
+    return Refuse(Fault(
+        absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
+        absl::StrCat("rank ", call.rank, " publishes version ", call.version,
+                     " while rank ", other.waiting.front().rank,
+                     " waits to publish version ",
+                     other.version != 0 ? other.version : next_version())));
+  }
+  Publish publish;
+  publish.index = ++newest_index_;
+  publish.version = call.version;
+  publish.step = call.step;
+  publish.options = call.options;
+  publish.begin = now;
+  publish.deadline = now + patience;
+  publishes_.push_back(std::move(publish));
+  while (publishes_.size() > kKept) publishes_.pop_front();
+  return Enter(&publishes_.back(), call);
+}
+
+Publish PublishBook::Open(const std::string& update_id) {
+  Publish& publish = publishes_.back();
+  if (publish.version == 0) publish.version = next_version();
+  floor_ = publish.version;
+  floor_aborted_ = false;
+  publish.update_id = update_id;
+  publish.state = Publish::kOpen;
+  Publish copy = publish;
+  for (const PublishCall& call : publish.waiting) {
+    last_[call.rank] = publish.index;
+  }
+  publish.waiting.clear();
+  return copy;
+}
+
+void PublishBook::End(const std::string& update_id, const Fault& fault) {
+  for (Publish& publish : publishes_) {
+    if (publish.update_id != update_id || publish.state != Publish::kOpen) {
+      continue;
+    }
+    publish.state = fault.ok() ? Publish::kDone : Publish::kFailed;
+    publish.fault = fault;
+    if (publish.version == floor_) floor_aborted_ = !fault.ok();
+  }
+}
+
+absl::optional<Publish> PublishBook::Expire(absl::Time now, const Fault& fault,
+                                            bool force) {
+  if (pending() == nullptr) return absl::nullopt;
+  Publish& publish = publishes_.back();
+  if (!force && now < publish.deadline) return absl::nullopt;
+  publish.state = Publish::kFailed;
+  publish.fault = fault;
+  Publish copy = publish;
+  for (const PublishCall& call : publish.waiting) {
+    last_[call.rank] = publish.index;
+  }
+  publish.waiting.clear();
+  return copy;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,136 @@
+// Which call of PublishVersion, of which rank, belongs to which publish of one
+// model. Pure: no clock but `now`, no protos.
+//
+// Publishes are numbered 1, 2, 3, ... (publish_index). A rank takes part in each
+// at most once, in order:
+//   - with version 0 its next call belongs to the publish after the last one it
+//     took part in: so the i-th calls of all ranks belong together;
+//   - with a version its next call belongs to the first such publish of that
+//     version.
+// A publish is
+//   PENDING  ranks wait: the model is not complete, or another update runs
+//   OPEN     it is an update now; ranks that come later join it at once
+//   DONE     its update is ACTIVE
+//   FAILED   its update was aborted, or it never became one (the wait was too
+//            long). A rank that comes later is told so, once; it does not open a
+//            new one with that call. Only its next call may.
+// There is at most one PENDING publish and at most one OPEN one, before it.
+//
+// A rank that registers anew takes part in nothing that was opened before.
+
+#ifndef WEIGHTSYNC_DAEMON_COORDINATOR_PUBLISH_BOOK_H_
+#define WEIGHTSYNC_DAEMON_COORDINATOR_PUBLISH_BOOK_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "daemon/coordinator/fault.h"
+
+namespace weightsync {
+namespace daemon {
+
+struct PublishCall {
+  int32_t rank = 0;
+  int64_t version = 0;
+  int64_t step = 0;
+  // Whatever must be equal on all ranks, as one string.
+  std::string options;
+  std::string request_id;
+  // The caller's: how to answer a call that waits.
+  std::string stream;
+  int64_t correlation = 0;
+};
+
+struct Publish {
+  enum State : uint8_t { kPending, kOpen, kDone, kFailed };
+  int64_t index = 0;
+  State state = kPending;
+  // The ranks' word while PENDING (0: theirs to be given), the real one later.
+  int64_t version = 0;
+  int64_t step = 0;
+  std::string options;
+  std::string update_id;
+  // When the first rank came, and until when it waits.
+  absl::Time begin;
+  absl::Time deadline;
+  // While PENDING, one per rank.
+  std::vector<PublishCall> waiting;
+  Fault fault;
+};
+
+class PublishBook {
+ public:
+  // A publish remembered from the journal: everything up to `index` has ended.
+  // `newest_fault` not OK: the newest, of `floor`, was aborted.
+  void Recover(int64_t floor, int64_t index, const std::string& update_id,
+               const Fault& newest_fault);
+
+  // A rank's lease began. `last_index`: the newest publish that its node
+  // remembers for this very session; 0 for a new session.
+  void RankClaimed(int32_t rank, int64_t last_index);
+  // Its lease ended: the call that waits, if one does, goes with it.
+  void RankGone(int32_t rank);
+
+  struct Decision {
+    enum Kind : uint8_t {
+      kWait,    // answered by Open or Expire
+      kJoin,    // the open update `update_id`
+      kRefuse,  // `fault`
+    };
+    Kind kind = kWait;
+    Fault fault;
+    // 0 where the call is no part of any publish and may be repeated.
+    int64_t publish_index = 0;
+    std::string update_id;
+    // A call of the same rank that waited, and does not any more.
+    absl::optional<PublishCall> replaced;
+  };
+  Decision OnCall(const PublishCall& call, absl::Time now,
+                  absl::Duration patience);
+
+  // The publish that waits; null: none. Owned by the book.
+  const Publish* pending() const;
+  const Publish* open() const;
+
+  // PENDING -> OPEN under `update_id`. Its version is settled and becomes the
+  // floor. Answers `waiting` once more. REQUIRES: pending(), no open().
+  Publish Open(const std::string& update_id);
+  // OPEN -> DONE, or FAILED with the fault.
+  void End(const std::string& update_id, const Fault& fault);
+  // PENDING -> FAILED when its deadline has passed, or `force`: everybody who
+  // waits has to be told `fault`.
+  absl::optional<Publish> Expire(absl::Time now, const Fault& fault,
+                                 bool force = false);
+
+  int64_t floor() const { return floor_; }
+  int64_t newest_index() const { return newest_index_; }
+  // The number that a version of 0 would get now.
+  int64_t next_version() const { return floor_ + 1; }
+
+ private:
+  static constexpr size_t kKept = 128;
+
+  Publish* Find(int64_t index);
+  Fault ForgottenFault(int64_t index) const;
+  Decision Enter(Publish* publish, const PublishCall& call);
+  Decision Refuse(Fault fault, int64_t index = 0) const;
+
+  int64_t floor_ = 0;
+  // The newest attempt at the floor was aborted: it may be tried again.
+  bool floor_aborted_ = false;
+  int64_t newest_index_ = 0;
+  // Consecutive indices, the newest last.
+  std::deque<Publish> publishes_;
+  // The newest publish that each rank took part in.
+  std::map<int32_t, int64_t> last_;
+};
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_COORDINATOR_PUBLISH_BOOK_H_

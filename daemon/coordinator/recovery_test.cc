@@ -1,0 +1,255 @@
+// A coordinator that ends and comes back, replicas that come late or hold a
+// mix, nodes that do not belong here.
+
+#include <string>
+
+#include "daemon/coordinator/coordinator.h"
+#include "daemon/coordinator/fake_cluster.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using ::testing::HasSubstr;
+using Command = v1::NodeCommand;
+
+void ExpectAllServe(const FakeCluster& c, const std::string& update_id) {
+  EXPECT_EQ(c.violations, 0);
+  for (const auto& engine : c.engines) {
+    EXPECT_FALSE(engine.second.paused) << engine.first;
+    for (const v1::InstalledState& worker : engine.second.workers) {
+      EXPECT_EQ(worker.update_id(), update_id) << engine.first;
+    }
+  }
+}
+
+// Ends the coordinator at each point of the life of an update: before the first
+// command or record of each kind. Afterwards the update is on all replicas or
+// on none, as the journal says, and the next one works.
+class CrashTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(CrashTest, AllOfTheOldOrAllOfTheNew) {
+  FakeCluster c;
+  c.AddStandard();
+  c.crash_before = GetParam();
+  c.PublishAll(2);
+  c.Run();
+  c.Pass(absl::Seconds(2));
+  ASSERT_TRUE(c.crashed);
+  const bool committed =
+      !c.journal.models[kModel].committed.update_id().empty();
+  c.RestartCoordinator();
+  c.Pass(absl::Seconds(2));
+  EXPECT_EQ(c.coordinator->term(), 2);
+  const v1::Version version = c.Version();
+  if (committed) {
+    EXPECT_EQ(version.state(), v1::Version::STATE_ACTIVE);
+    ExpectAllServe(c, version.update_id());
+  } else {
+    ExpectAllServe(c, "");
+    if (!version.update_id().empty()) {
+      EXPECT_EQ(version.state(), v1::Version::STATE_ABORTED);
+      EXPECT_EQ(version.failure().reason(), "COORDINATOR_RESTARTED");
+    }
+  }
+  // Ranks whose calls were lost call again; those that were told go on. Both
+  // reach the same publish.
+  for (int i = 0; i < 4 && c.Version().state() != v1::Version::STATE_GATHERING;
+       ++i) {
+    c.Publish(0);
+    c.Run();
+  }
+  for (int i = 0; i < 4 && c.Version().state() != v1::Version::STATE_ACTIVE;
+       ++i) {
+    c.Publish(1);
+    c.Run();
+  }
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  EXPECT_NE(c.Version().update_id(), version.update_id());
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    EveryStep, CrashTest,
+    ::testing::Values("journal:update_opened", "send:n0:define_layout",
+                      "send:n0:reply", "prepare_update", "move_update",
+                      "update_manifest", "pause_replica", "send:n2:pause",
+                      "journal:layout_defined", "journal:update_committed",
+                      "apply_worker", "send:n2:apply", "resume_replica",
+                      "send:n2:resume", "journal:update_ended", "end_update"));
+
+TEST(RecoveryTest, AParticipantThatDoesNotComeBackIsLeftOut) {
+  FakeCluster c;
+  c.AddStandard();
+  c.crash_before = "apply_worker";
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_TRUE(c.crashed);
+  FakeEngine gone = c.engines["r2"];
+  c.engines.erase("r2");
+  c.RestartCoordinator();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_APPLYING);
+  c.Pass(absl::Seconds(31));
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  ExpectAllServe(c, c.Version().update_id());
+  // It comes much later, still paused: its node has the update.
+  c.engines["r2"] = gone;
+  c.Register("r2");
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(RecoveryTest, ALateReplicaInstallsTheNewestUpdateFromItsNode) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.AddReplica("r3", {"n1"});
+  c.Run();
+  EXPECT_EQ(c.Replica("r3").version(), 1);
+  ExpectAllServe(c, c.Version().update_id());
+  // Where the node has nothing it is behind, and serves what it came with.
+  c.AddNode("n3");
+  c.AddReplica("r4", {"n3"});
+  c.Run();
+  EXPECT_TRUE(c.Replica("r4").behind());
+  EXPECT_FALSE(c.engines["r4"].paused);
+  c.PublishAll(2);
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(RecoveryTest, AWorkerThatHoldsAMixIsAppliedAgainFromTheStore) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.LoseWorker("r2", 0);
+  c.engines["r2"].workers[0].set_state(v1::InstalledState::STATE_WRITING);
+  c.engines["r2"].workers[0].set_update_id("x");
+  c.Register("r2");
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(RecoveryTest, AMixThatNobodyCanMendIsFencedByName) {
+  FakeCluster c;
+  c.AddStandard();
+  c.engines["r2"].workers[1].set_state(v1::InstalledState::STATE_WRITING);
+  c.engines["r2"].workers[1].set_update_id("x");
+  c.LoseWorker("r2", 1);
+  c.Register("r2");
+  c.Run();
+  EXPECT_TRUE(c.engines["r2"].paused);
+  EXPECT_EQ(c.Replica("r2").state(), v1::Replica::STATE_FENCED);
+  EXPECT_EQ(c.Replica("r2").last_failure().reason(), "WORKER_TAINTED");
+  EXPECT_THAT(c.Replica("r2").last_failure().message(),
+              HasSubstr("worker 1 holds a mix"));
+  c.PublishAll(2);
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(RecoveryTest, AnEngineThatADeadCoordinatorPausedIsResumed) {
+  FakeCluster c;
+  c.AddStandard();
+  c.engines["r1"].paused = true;
+  c.RestartCoordinator();
+  ExpectAllServe(c, "");
+}
+
+v1::NodeReport HelloFrom(const std::string& node, const std::string& cluster,
+                         int64_t term) {
+  v1::NodeReport report;
+  report.mutable_hello()->set_node(node);
+  report.mutable_hello()->set_incarnation("x");
+  report.mutable_hello()->set_protocol_version(1);
+  report.mutable_hello()->set_cluster_id(cluster);
+  report.mutable_hello()->set_newest_term(term);
+  return report;
+}
+
+TEST(RecoveryTest, AnEmptyJournalThatMeetsAKnownClusterAcceptsNothing) {
+  FakeCluster c;
+  c.AddStandard();
+  c.Do(c.coordinator->OnReport(c.now, "s", HelloFrom("n9", "other", 4)));
+  ASSERT_EQ(c.closed.size(), 1u);
+  EXPECT_EQ(c.closed[0].failure.reason(), "JOURNAL_LOST");
+  const int64_t call = c.Publish(0);
+  c.Run();
+  EXPECT_EQ(c.FindReply(call)->failure().reason(), "JOURNAL_LOST");
+  // It is remembered.
+  c.RestartCoordinator();
+  const int64_t again = c.Publish(0);
+  c.Run();
+  EXPECT_EQ(c.FindReply(again)->failure().reason(), "JOURNAL_LOST");
+}
+
+TEST(RecoveryTest, StrangersAndTwinsAreRefused) {
+  FakeCluster c;
+  c.AddStandard();
+  c.RestartCoordinator();  // the journal is not empty any more
+  c.Do(c.coordinator->OnReport(c.now, "s1", HelloFrom("n9", "other", 1)));
+  c.Do(c.coordinator->OnReport(c.now, "s2", HelloFrom("n1", "", 0)));
+  v1::NodeReport future = HelloFrom("n8", "", 0);
+  future.mutable_hello()->set_protocol_version(2);
+  c.Do(c.coordinator->OnReport(c.now, "s3", future));
+  c.Do(c.coordinator->OnReport(c.now, "s4", v1::NodeReport()));
+  ASSERT_EQ(c.closed.size(), 4u);
+  EXPECT_EQ(c.closed[0].failure.reason(), "CLUSTER_MISMATCH");
+  EXPECT_EQ(c.closed[1].failure.reason(), "NODE_TAKEN");
+  EXPECT_EQ(c.closed[2].failure.reason(), "PROTOCOL_UNSUPPORTED");
+  EXPECT_EQ(c.closed[3].failure.reason(), "HELLO_EXPECTED");
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  c.Do(c.coordinator->OnReport(
+      c.now, "s5", HelloFrom("n7", c.coordinator->cluster_id(), 9)));
+  EXPECT_EQ(c.closed.back().failure.reason(), "JOURNAL_LOST");
+}
+
+TEST(RecoveryTest, ASilentNodeIsLost) {
+  FakeCluster c;
+  c.AddStandard();
+  c.now += absl::Seconds(6);
+  c.Do(c.coordinator->OnTick(c.now));
+  ASSERT_EQ(c.closed.size(), 3u);
+  EXPECT_EQ(c.closed[0].failure.reason(), "HEARTBEAT_LOST");
+  auto node = c.coordinator->GetNode("nodes/n1");
+  ASSERT_TRUE(node.ok());
+  EXPECT_EQ(node->state(), v1::Node::STATE_LOST);
+}
+
+TEST(RecoveryTest, ListsArePaged) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.PublishAll(2);
+  c.Run();
+  v1::ListVersionsRequest request;
+  request.set_parent("models/-");
+  request.set_page_size(1);
+  auto first = c.coordinator->ListVersions(request, c.now);
+  ASSERT_TRUE(first.ok());
+  ASSERT_EQ(first->versions_size(), 1);
+  EXPECT_EQ(first->versions(0).version(), 2);
+  request.set_page_token(first->next_page_token());
+  auto second = c.coordinator->ListVersions(request, c.now);
+  ASSERT_TRUE(second.ok());
+  EXPECT_EQ(second->versions(0).version(), 1);
+  EXPECT_EQ(second->next_page_token(), "");
+  request.set_page_token("nonsense");
+  EXPECT_FALSE(c.coordinator->ListVersions(request, c.now).ok());
+  auto models = c.coordinator->ListModels(v1::ListModelsRequest());
+  ASSERT_TRUE(models.ok());
+  EXPECT_EQ(models->models(0).replica_count(), 2);
+  EXPECT_EQ(models->models(0).worker_count(), 3);
+  EXPECT_EQ(models->models(0).active_version(), "models/m/versions/2");
+  EXPECT_EQ(models->models(0).total_bytes(), 128);
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync

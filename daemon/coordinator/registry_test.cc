@@ -1,0 +1,222 @@
+#include "daemon/coordinator/registry.h"
+
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr char kModel[] = "models/m";
+
+v1::ClaimRank Claim(int rank, int world, const std::string& session) {
+  v1::ClaimRank claim;
+  claim.set_model(kModel);
+  claim.set_rank(rank);
+  claim.set_world_size(world);
+  claim.set_session(session);
+  return claim;
+}
+
+v1::Parameter Tensor(const std::string& name, std::vector<int64_t> shape,
+                     v1::DType dtype = v1::DTYPE_BF16) {
+  v1::Parameter parameter;
+  parameter.set_name(name);
+  parameter.set_dtype(dtype);
+  for (int64_t extent : shape) parameter.add_shape(extent);
+  return parameter;
+}
+
+// Rows [from, from + count) of "w" [8, 4].
+v1::RankShards Rows(int rank, int from, int count) {
+  v1::RankShards shards;
+  shards.set_model(kModel);
+  shards.set_rank(rank);
+  shards.set_session("s" + std::to_string(rank));
+  *shards.add_parameters() = Tensor("w", {8, 4});
+  v1::Box* box = shards.add_shards()->mutable_box();
+  box->add_offset(from);
+  box->add_offset(0);
+  box->add_extent(count);
+  box->add_extent(4);
+  return shards;
+}
+
+v1::RegisterWorker Worker(const std::string& replica, int index, int count,
+                          v1::Parameter want = Tensor("w", {8, 4})) {
+  v1::RegisterWorker worker;
+  worker.set_model(kModel);
+  worker.set_replica(replica);
+  worker.set_worker_index(index);
+  worker.set_worker_count(count);
+  worker.set_incarnation("i");
+  v1::WantedTensor* tensor = worker.add_tensors();
+  tensor->set_name(want.name());
+  tensor->set_dtype(want.dtype());
+  *tensor->mutable_shape() = want.shape();
+  return worker;
+}
+
+v1::RegisterReplica Control(const std::string& replica, int count) {
+  v1::RegisterReplica control;
+  control.set_model(kModel);
+  control.set_replica(replica);
+  control.set_worker_count(count);
+  control.set_incarnation("i");
+  return control;
+}
+
+class RegistryTest : public ::testing::Test {
+ protected:
+  void Claims(int world) {
+    for (int rank = 0; rank < world; ++rank) {
+      EXPECT_TRUE(
+          registry_.ClaimRank("n", Claim(rank, world, "s" + std::to_string(rank)))
+              .ok());
+    }
+  }
+  std::string Shards(const v1::RankShards& shards) {
+    fault_ = registry_.RegisterShards(shards, &refusals_);
+    return fault_.reason;
+  }
+  std::string Join(const v1::RegisterWorker& worker) {
+    bool is_new;
+    fault_ = registry_.JoinWorker("n", worker, &is_new);
+    return fault_.reason;
+  }
+  std::string Join(const v1::RegisterReplica& control) {
+    bool is_new;
+    fault_ = registry_.JoinReplica("n", control, &is_new);
+    return fault_.reason;
+  }
+  void Train() {
+    Claims(2);
+    ASSERT_EQ(Shards(Rows(0, 0, 4)), "");
+    ASSERT_EQ(Shards(Rows(1, 4, 4)), "");
+    ASSERT_TRUE(registry_.FindModel(kModel)->Publishable());
+  }
+
+  Registry registry_;
+  Fault fault_;
+  std::vector<Refusal> refusals_;
+};
+
+TEST_F(RegistryTest, RanksThatCannotBe) {
+  v1::ClaimRank claim = Claim(2, 2, "x");
+  EXPECT_EQ(registry_.ClaimRank("n", claim).reason, "RANK_OUT_OF_RANGE");
+  claim = Claim(0, 2, "x");
+  claim.set_model("models/Bad Name");
+  EXPECT_EQ(registry_.ClaimRank("n", claim).reason, "MODEL_NAME_INVALID");
+  Claims(2);
+  EXPECT_EQ(registry_.ClaimRank("n", Claim(0, 2, "other")).reason, "RANK_TAKEN");
+  EXPECT_EQ(registry_.ClaimRank("n", Claim(2, 3, "x")).reason,
+            "WORLD_SIZE_MISMATCH");
+  EXPECT_TRUE(registry_.ClaimRank("n", Claim(0, 2, "s0")).ok());
+  EXPECT_EQ(registry_.FindModel(kModel)->Unpublishable().reason,
+            "WORLD_INCOMPLETE");
+}
+
+TEST_F(RegistryTest, ShardsThatCannotBe) {
+  Claims(2);
+  v1::RankShards shards = Rows(0, 0, 4);
+  shards.set_session("other");
+  EXPECT_EQ(Shards(shards), "SESSION_UNKNOWN");
+  shards = Rows(0, 0, 4);
+  shards.mutable_parameters(0)->set_dtype(v1::DTYPE_UNSPECIFIED);
+  EXPECT_EQ(Shards(shards), "DTYPE_UNKNOWN");
+  EXPECT_THAT(fault_.message, HasSubstr("w"));
+  for (int64_t extent : {int64_t{0}, int64_t{-1}, int64_t{1} << 40}) {
+    shards = Rows(0, 0, 4);
+    shards.mutable_parameters(0)->set_shape(0, extent);
+    EXPECT_EQ(Shards(shards), "SHAPE_INVALID") << extent;
+  }
+  shards = Rows(0, 0, 4);
+  *shards.add_parameters() = shards.parameters(0);
+  EXPECT_EQ(Shards(shards), "DUPLICATE_NAME");
+  EXPECT_EQ(Shards(Rows(0, 6, 4)), "BOX_OUT_OF_RANGE");
+  ASSERT_EQ(Shards(Rows(0, 0, 4)), "");
+  shards = Rows(1, 4, 4);
+  shards.mutable_parameters(0)->set_dtype(v1::DTYPE_F32);
+  EXPECT_EQ(Shards(shards), "CATALOG_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("rank 1"));
+  EXPECT_EQ(Shards(Rows(1, 5, 3)), "SHARDS_HOLE");
+  EXPECT_EQ(Shards(Rows(1, 3, 5)), "SHARDS_OVERLAP");
+  EXPECT_FALSE(registry_.FindModel(kModel)->Publishable());
+  EXPECT_EQ(Shards(Rows(1, 4, 4)), "");
+  EXPECT_TRUE(registry_.FindModel(kModel)->Publishable());
+}
+
+TEST_F(RegistryTest, RanksMayChangeTheirShardsOneAfterTheOther) {
+  Train();
+  EXPECT_EQ(Shards(Rows(0, 0, 6)), "");
+  EXPECT_EQ(registry_.FindModel(kModel)->Unpublishable().reason,
+            "SHARDS_OVERLAP");
+  EXPECT_EQ(Shards(Rows(1, 6, 2)), "");
+  EXPECT_TRUE(registry_.FindModel(kModel)->Publishable());
+}
+
+TEST_F(RegistryTest, WorkersAreBoundToTheCatalog) {
+  Train();
+  EXPECT_EQ(Join(Worker("r", 0, 1, Tensor("v", {8, 4}))), "PARAMETER_UNKNOWN");
+  EXPECT_THAT(fault_.message, HasSubstr("v: "));
+  EXPECT_EQ(Join(Worker("r", 0, 1, Tensor("w", {8, 4}, v1::DTYPE_F32))),
+            "DTYPE_MISMATCH");
+  EXPECT_EQ(Join(Worker("r", 0, 1, Tensor("w", {4, 8}))), "SHAPE_MISMATCH");
+  EXPECT_EQ(Join(Worker("r", 1, 1)), "WORKER_INDEX_INVALID");
+  EXPECT_EQ(Join(Worker("R!", 0, 1)), "REPLICA_NAME_INVALID");
+  v1::RegisterWorker worker = Worker("r", 0, 1);
+  *worker.add_tensors() = worker.tensors(0);
+  EXPECT_EQ(Join(worker), "DUPLICATE_NAME");
+  EXPECT_EQ(Join(Worker("r", 0, 1)), "");
+}
+
+TEST_F(RegistryTest, WorkersThatWereThereFirstAreCheckedWhenTheCatalogIsKnown) {
+  ASSERT_EQ(Join(Worker("good", 0, 1)), "");
+  ASSERT_EQ(Join(Worker("bad", 0, 1, Tensor("v", {8, 4}))), "");
+  Train();
+  ASSERT_EQ(refusals_.size(), 1u);
+  EXPECT_EQ(refusals_[0].replica, "bad");
+  EXPECT_EQ(refusals_[0].worker, 0);
+  EXPECT_EQ(refusals_[0].fault.reason, "PARAMETER_UNKNOWN");
+}
+
+TEST_F(RegistryTest, AReplicaTakesEverythingOrSaysThatItIsPartial) {
+  Train();
+  v1::RegisterWorker half = Worker("r", 0, 1);
+  v1::Box* box = half.mutable_tensors(0)->mutable_box();
+  box->add_offset(0);
+  box->add_offset(0);
+  box->add_extent(4);
+  box->add_extent(4);
+  ASSERT_EQ(Join(half), "");
+  EXPECT_EQ(Join(Control("r", 1)), "REPLICA_INCOMPLETE");
+  EXPECT_THAT(fault_.message, HasSubstr("w"));
+  v1::RegisterReplica partial = Control("r", 1);
+  partial.set_partial(true);
+  EXPECT_EQ(Join(partial), "");
+  EXPECT_TRUE(registry_.FindReplica(kModel, "r")->Complete());
+  EXPECT_EQ(registry_.StoreBytes(kModel, "n"), 32);
+}
+
+TEST_F(RegistryTest, OneIncarnationAtATime) {
+  ASSERT_EQ(Join(Control("r", 2)), "");
+  v1::RegisterReplica other = Control("r", 2);
+  other.set_incarnation("j");
+  EXPECT_EQ(Join(other), "REPLICA_TAKEN");
+  v1::RegisterWorker worker = Worker("r", 0, 2);
+  worker.set_incarnation("j");
+  EXPECT_EQ(Join(worker), "WORKER_TAKEN");
+  EXPECT_EQ(Join(Worker("r", 0, 3)), "WORKER_COUNT_INVALID");
+  EXPECT_FALSE(registry_.RemoveControl(kModel, "r", "j"));
+  EXPECT_TRUE(registry_.RemoveControl(kModel, "r", "i"));
+  EXPECT_EQ(Join(other), "");
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,364 @@
+#include "daemon/coordinator/replica_machine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace weightsync {
+namespace daemon {
+
+bool ReplicaState::Complete() const {
+  if (!control || workers.empty()) return false;
+  for (const ReplicaWorker& worker : workers) {
+    if (!worker.present) return false;
+  }
+  return true;
+}
+
+bool ReplicaState::Servable() const {
+  for (const ReplicaWorker& worker : workers) {
+    if (!worker.present || !(worker.content == workers[0].content)) return false;
+  }
+  return !workers.empty() && (workers[0].content.kind == Content::kOwn ||
+                              workers[0].content.kind == Content::kInstalled);
+}
+
+bool ReplicaState::InstalledEverywhere(UpdateKey update) const {
+  const WorkerContent wanted{Content::kInstalled, update};
+  for (const ReplicaWorker& worker : workers) {
+    if (!worker.present || !(worker.content == wanted)) return false;
+  }
+  return !workers.empty();
+}
+
+bool ReplicaState::HeldBy(const Holder& holder) const {
+  return std::find(holders.begin(), holders.end(), holder) != holders.end();
+}
+
+namespace {
+
+class Stepper {
+ public:
+  Stepper(const ReplicaTimeouts& timeouts, absl::Time now, ReplicaState* state)
+      : timeouts_(timeouts), now_(now), s_(*state) {}
+
+  std::vector<ReplicaAction> Run(const ReplicaEvent& event) {
+    const bool was_complete = s_.Complete();
+    Take(event);
+    if (was_complete && !s_.Complete()) {
+      Say(ReplicaAction::kLeft, s_.fault);
+    } else if (!was_complete && s_.Complete()) {
+      // What is wanted of it is decided now that it is known.
+      Say(ReplicaAction::kComplete);
+      return std::move(actions_);
+    }
+    Reconcile();
+    return std::move(actions_);
+  }
+
+ private:
+  void Take(const ReplicaEvent& event) {
+    switch (event.kind) {
+      case ReplicaEvent::kControlJoined:
+        s_.control = true;
+        s_.command = 0;
+        s_.fenced = false;
+        // An engine that says it runs is believed; one that stands still may
+        // have been paused by a coordinator that is no more.
+        s_.engine =
+            event.paused ? EngineState::kPaused : EngineState::kRunning;
+        if (event.paused) {
+          s_.served_known = false;
+          if (!s_.holders.empty()) Say(ReplicaAction::kPausedNow);
+        }
+        return;
+      case ReplicaEvent::kControlLeft:
+        if (!s_.control) return;
+        s_.control = false;
+        s_.command = 0;
+        s_.fault = event.fault;
+        return;
+      case ReplicaEvent::kWorkerJoined: {
+        ReplicaWorker& worker = s_.workers[event.worker];
+        worker.present = true;
+        worker.content = event.content;
+        worker.command = 0;
+        worker.attempts = 0;
+        worker.first_command = s_.next_command;
+        s_.fenced = false;
+        CheckInstalled();
+        return;
+      }
+      case ReplicaEvent::kWorkerLeft: {
+        ReplicaWorker& worker = s_.workers[event.worker];
+        if (!worker.present) return;
+        worker.present = false;
+        worker.command = 0;
+        s_.fault = event.fault;
+        return;
+      }
+      case ReplicaEvent::kPaused:
+        if (s_.engine != EngineState::kPausing || event.command != s_.command) {
+          return;
+        }
+        if (event.fault.ok()) {
+          s_.command = 0;
+          s_.engine = EngineState::kPaused;
+          Say(ReplicaAction::kPausedNow);
+        } else {
+          PauseFailed(event.fault);
+        }
+        return;
+      case ReplicaEvent::kResumed:
+        if (s_.engine != EngineState::kResuming ||
+            event.command != s_.command) {
+          return;
+        }
+        if (event.fault.ok()) {
+          s_.command = 0;
+          s_.engine = EngineState::kRunning;
+          s_.served = s_.workers[0].content;
+          s_.served_known = true;
+          Say(ReplicaAction::kResumedNow);
+        } else {
+          ResumeFailed(event.fault);
+        }
+        return;
+      case ReplicaEvent::kApplied:
+        Applied(event);
+        return;
+      case ReplicaEvent::kHold:
+        if (!s_.HeldBy(event.holder)) s_.holders.push_back(event.holder);
+        if (s_.engine == EngineState::kPaused && s_.control) {
+          Say(ReplicaAction::kPausedNow);
+        }
+        return;
+      case ReplicaEvent::kRelease:
+        s_.holders.erase(
+            std::remove(s_.holders.begin(), s_.holders.end(), event.holder),
+            s_.holders.end());
+        if (!s_.holders.empty() || !s_.Servable()) {
+          Say(ReplicaAction::kStillHeld);
+        } else if (s_.engine == EngineState::kRunning) {
+          Say(ReplicaAction::kResumedNow);
+        }
+        return;
+      case ReplicaEvent::kInstall:
+        if (s_.target != event.update || s_.fenced) {
+          s_.target = event.update;
+          s_.fenced = false;
+          for (ReplicaWorker& worker : s_.workers) {
+            worker.command = 0;
+            worker.attempts = 0;
+            worker.first_command = s_.next_command;
+          }
+        }
+        CheckInstalled();
+        return;
+      case ReplicaEvent::kForget:
+        s_.target = 0;
+        s_.fenced = false;
+        for (ReplicaWorker& worker : s_.workers) worker.command = 0;
+        return;
+      case ReplicaEvent::kFence:
+        Fence(event.fault);
+        return;
+      case ReplicaEvent::kTick:
+        Tick();
+        return;
+    }
+  }
+
+  void Applied(const ReplicaEvent& event) {
+    ReplicaWorker& worker = s_.workers[event.worker];
+    if (!worker.present || s_.target == 0 || event.update != s_.target) return;
+    const WorkerContent wanted{Content::kInstalled, s_.target};
+    if (worker.content == wanted) return;  // said before
+    const bool current = worker.command != 0 && (event.command == 0 ||
+                                                 event.command == worker.command);
+    if (event.fault.ok()) {
+      // A success of an attempt that was given up counts as well: the library
+      // answers later ones without writing.
+      if (!current && event.command < worker.first_command) return;
+      if (!(event.content == wanted)) return;
+      worker.content = wanted;
+      worker.command = 0;
+      CheckInstalled();
+      return;
+    }
+    if (!current) return;
+    worker.content = event.content;
+    worker.command = 0;
+    ApplyFailed(event.worker, event.fault);
+  }
+
+  void CheckInstalled() {
+    if (s_.target == 0 || !s_.InstalledEverywhere(s_.target)) return;
+    s_.fenced = false;
+    for (ReplicaWorker& worker : s_.workers) worker.command = 0;
+    ReplicaAction action;
+    action.kind = ReplicaAction::kInstalledNow;
+    action.update = s_.target;
+    actions_.push_back(std::move(action));
+    s_.target = 0;
+  }
+
+  void ApplyFailed(int index, const Fault& fault) {
+    if (s_.workers[index].attempts >= timeouts_.apply_attempts) {
+      Fence(fault);
+    } else {
+      s_.fault = fault;
+      Say(ReplicaAction::kApplyFailed, fault);
+    }
+  }
+
+  void Fence(const Fault& fault) {
+    if (s_.fenced) return;
+    s_.fenced = true;
+    s_.fault = fault;
+    for (ReplicaWorker& worker : s_.workers) worker.command = 0;
+    ReplicaAction action;
+    action.kind = ReplicaAction::kFenced;
+    action.update = s_.target;
+    action.fault = fault;
+    actions_.push_back(std::move(action));
+  }
+
+  void PauseFailed(const Fault& fault) {
+    s_.engine = EngineState::kDoubtful;
+    s_.command = 0;
+    // Whoever holds it decides first; where nobody gives up, it is asked again.
+    s_.deadline = now_ + std::min(timeouts_.pause, absl::Seconds(5));
+    s_.fault = fault;
+    Say(ReplicaAction::kPauseFailed, fault);
+  }
+
+  void ResumeFailed(const Fault& fault) {
+    s_.engine = EngineState::kUnresumed;
+    s_.command = 0;
+    // Not at once: what refuses at once would be asked a thousand times.
+    s_.deadline = now_ + std::min(timeouts_.resume, absl::Seconds(1));
+    s_.fault = fault;
+    Say(ReplicaAction::kResumeFailed, fault);
+  }
+
+  void Tick() {
+    if (!s_.Complete()) return;
+    if (s_.command != 0 && now_ >= s_.deadline) {
+      if (s_.engine == EngineState::kPausing) {
+        PauseFailed(Fault(
+            absl::StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
+            absl::StrCat(s_.name, " did not say within ",
+                         absl::FormatDuration(timeouts_.pause),
+                         " that it has paused")));
+      } else if (s_.engine == EngineState::kResuming) {
+        ResumeFailed(Fault(
+            absl::StatusCode::kDeadlineExceeded, "RESUME_TIMEOUT",
+            absl::StrCat(s_.name, " did not say within ",
+                         absl::FormatDuration(timeouts_.resume),
+                         " that it generates again; it is asked again")));
+      }
+    }
+    for (size_t i = 0; i < s_.workers.size(); ++i) {
+      ReplicaWorker& worker = s_.workers[i];
+      if (worker.command == 0 || now_ < worker.deadline) continue;
+      worker.command = 0;
+      // It may have begun to write since it last said what it holds.
+      worker.content = WorkerContent{Content::kWriting, s_.target};
+      ApplyFailed(static_cast<int>(i),
+                  Fault(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
+                        absl::StrCat("worker ", i, " of ", s_.name,
+                                     " did not install the update within ",
+                                     absl::FormatDuration(timeouts_.apply))));
+    }
+  }
+
+  bool PauseWanted() const {
+    return !s_.holders.empty() || !s_.Servable() || s_.fenced;
+  }
+
+  void Reconcile() {
+    if (!s_.Complete()) return;
+    if (PauseWanted()) {
+      const bool again =
+          s_.engine == EngineState::kDoubtful && now_ >= s_.deadline;
+      if (s_.engine == EngineState::kRunning ||
+          s_.engine == EngineState::kResuming ||
+          s_.engine == EngineState::kUnresumed || again) {
+        if (s_.engine == EngineState::kRunning) {
+          s_.served = s_.workers[0].content;
+          s_.served_known = s_.Servable();
+        }
+        s_.engine = EngineState::kPausing;
+        s_.deadline = now_ + timeouts_.pause;
+        ReplicaAction& action = Command(ReplicaAction::kSendPause);
+        s_.command = action.command;
+        action.update = s_.holders.empty() ? s_.target : s_.holders[0].update;
+      }
+      if (s_.engine == EngineState::kPaused && s_.target != 0 && !s_.fenced) {
+        SendApplies();
+      }
+      return;
+    }
+    if (s_.engine == EngineState::kRunning ||
+        s_.engine == EngineState::kResuming ||
+        (s_.engine == EngineState::kUnresumed && now_ < s_.deadline)) {
+      return;
+    }
+    s_.engine = EngineState::kResuming;
+    s_.deadline = now_ + timeouts_.resume;
+    ReplicaAction& action = Command(ReplicaAction::kSendResume);
+    s_.command = action.command;
+    const WorkerContent& content = s_.workers[0].content;
+    action.update = content.update;
+    action.weights_changed =
+        s_.served_known ? !(s_.served == content)
+                        : content.kind == Content::kInstalled;
+  }
+
+  void SendApplies() {
+    const WorkerContent wanted{Content::kInstalled, s_.target};
+    for (size_t i = 0; i < s_.workers.size(); ++i) {
+      ReplicaWorker& worker = s_.workers[i];
+      if (worker.command != 0 || worker.content == wanted) continue;
+      ++worker.attempts;
+      worker.deadline = now_ + timeouts_.apply;
+      ReplicaAction& action = Command(ReplicaAction::kSendApply);
+      worker.command = action.command;
+      action.worker = static_cast<int>(i);
+      action.update = s_.target;
+    }
+  }
+
+  ReplicaAction& Command(ReplicaAction::Kind kind) {
+    ReplicaAction action;
+    action.kind = kind;
+    action.command = s_.next_command++;
+    actions_.push_back(std::move(action));
+    return actions_.back();
+  }
+
+  void Say(ReplicaAction::Kind kind, Fault fault = Fault()) {
+    ReplicaAction action;
+    action.kind = kind;
+    action.fault = std::move(fault);
+    actions_.push_back(std::move(action));
+  }
+
+  const ReplicaTimeouts& timeouts_;
+  const absl::Time now_;
+  ReplicaState& s_;
+  std::vector<ReplicaAction> actions_;
+};
+
+}  // namespace
+
+std::vector<ReplicaAction> StepReplica(const ReplicaTimeouts& timeouts,
+                                       const ReplicaEvent& event,
+                                       absl::Time now, ReplicaState* state) {
+  return Stepper(timeouts, now, state).Run(event);
+}
+
+}  // namespace daemon
+}  // namespace weightsync

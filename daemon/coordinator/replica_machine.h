@@ -1,0 +1,212 @@
+// One replica, as a pure state machine: it is told what is wanted (who holds its
+// pause, which update it shall have) and what has happened, and answers with
+// commands that bring the second closer to the first. Every way of installing an
+// update (LOCKSTEP, late join, repair, later rollback and ROLLING) is a hold, an
+// install and a release.
+//
+// No clock, no ids but numbers, no protos: a simulation runs it by the million.
+//
+// The engine:
+//   state      on                                      to        and
+//   RUNNING    a pause is wanted                       PAUSING   send Pause
+//   PAUSING    Paused(command)                         PAUSED    say kPausedNow
+//              Paused(command, fault), deadline        DOUBTFUL  say kPauseFailed
+//              no pause is wanted any more             RESUMING  send Resume
+//   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
+//              still wanted five seconds later         PAUSING   send Pause
+//   PAUSED     no pause is wanted                      RESUMING  send Resume
+//              target not installed on a worker        PAUSED    send Apply to it
+//   RESUMING   Resumed(command)                        RUNNING   say kResumedNow
+//              Resumed(command, fault), deadline       UNRESUMED say kResumeFailed
+//              a pause is wanted                       PAUSING   send Pause
+//   UNRESUMED  a second later                          RESUMING  send Resume
+//              a pause is wanted                       PAUSING   send Pause
+// A pause is wanted while somebody holds it and while the workers' memories are
+// not servable: not all what the engine came with, and not all one update. So a
+// mix is never resumed, whoever asks. Nothing is sent while a worker or the
+// control stream is missing; when they are back, their own word (paused, what is
+// installed) replaces what was believed, and what is still wanted is sent again.
+//
+// A worker that has a command in flight:
+//   Applied(command)                      its own word says what it holds now
+//   Applied(command, fault), deadline     again, up to apply_attempts, then the
+//                                         replica is FENCED: it stays paused until
+//                                         another update is to be installed or it
+//                                         registers anew
+// Answers to older commands and to nothing are ignored, but for a late success of
+// the same install.
+
+#ifndef WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
+#define WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "daemon/coordinator/fault.h"
+
+namespace weightsync {
+namespace daemon {
+
+// Stands for an update_id; 0 is none.
+using UpdateKey = int64_t;
+
+// What lies in a worker's live memory.
+enum class Content : uint8_t {
+  kOwn,        // what the engine loaded by itself
+  kInstalled,  // exactly `update`
+  kWriting,    // a mix that ends in `update`
+  kNothing,    // the engine dropped its weights
+};
+
+struct WorkerContent {
+  Content kind = Content::kOwn;
+  UpdateKey update = 0;
+
+  friend bool operator==(const WorkerContent& a, const WorkerContent& b) {
+    return a.kind == b.kind && a.update == b.update;
+  }
+};
+
+// Who keeps a replica paused.
+struct Holder {
+  enum Kind : uint8_t {
+    kUpdate,   // the update that is being published
+    kInstall,  // a late join or a repair
+  };
+  Kind kind = kUpdate;
+  UpdateKey update = 0;
+
+  friend bool operator==(const Holder& a, const Holder& b) {
+    return a.kind == b.kind && a.update == b.update;
+  }
+};
+
+enum class EngineState : uint8_t {
+  kRunning,
+  kPausing,
+  kPaused,
+  kDoubtful,   // asked to pause; whether it did is not known
+  kResuming,
+  kUnresumed,  // asked to resume; did not
+};
+
+struct ReplicaTimeouts {
+  absl::Duration pause = absl::Seconds(60);
+  absl::Duration apply = absl::Seconds(120);
+  absl::Duration resume = absl::Seconds(30);
+  int apply_attempts = 3;
+};
+
+struct ReplicaWorker {
+  bool present = false;
+  WorkerContent content;
+  // The Apply in flight; 0: none.
+  int64_t command = 0;
+  absl::Time deadline;
+  int attempts = 0;
+  // Answers to commands before this one are about another install.
+  int64_t first_command = 0;
+};
+
+struct ReplicaState {
+  // For sentences: "models/m/replicas/r".
+  std::string name;
+  // Its control stream is there.
+  bool control = false;
+  std::vector<ReplicaWorker> workers;
+
+  EngineState engine = EngineState::kRunning;
+  // The Pause or Resume in flight.
+  int64_t command = 0;
+  absl::Time deadline;
+  // Numbers are never used twice.
+  int64_t next_command = 1;
+
+  std::vector<Holder> holders;
+  // What shall be installed; 0: what is there may stay.
+  UpdateKey target = 0;
+  // What it served when it last ran, and whether that is known.
+  WorkerContent served;
+  bool served_known = false;
+
+  bool fenced = false;
+  // Why it is fenced, or the last thing that failed.
+  Fault fault;
+
+  bool Complete() const;
+  // All workers hold one and the same thing that an engine can run with.
+  bool Servable() const;
+  bool InstalledEverywhere(UpdateKey update) const;
+  bool HeldBy(const Holder& holder) const;
+};
+
+struct ReplicaEvent {
+  enum Kind : uint8_t {
+    // The stream is there (again). `paused`: the engine's own word.
+    kControlJoined,
+    kControlLeft,
+    // `content`: the worker's own word.
+    kWorkerJoined,
+    kWorkerLeft,
+    // Answers. `fault` where it failed.
+    kPaused,
+    kResumed,
+    kApplied,
+    // Wishes.
+    kHold,
+    kRelease,
+    kInstall,
+    // Gives up the install that is wanted; nothing is fenced.
+    kForget,
+    // It cannot be mended: stay paused, with `fault`.
+    kFence,
+    kTick,
+  };
+  Kind kind = kTick;
+  bool paused = false;
+  int worker = 0;
+  // 0 in kApplied: the answer does not say; taken for the one in flight.
+  int64_t command = 0;
+  WorkerContent content;
+  UpdateKey update = 0;
+  Holder holder;
+  Fault fault;
+};
+
+struct ReplicaAction {
+  enum Kind : uint8_t {
+    // Commands, with `command`.
+    kSendPause,   // `update`: whose
+    kSendApply,   // `worker`, `update`
+    kSendResume,  // `update`: what is installed (0: its own), `weights_changed`
+    // News.
+    kComplete,   // everybody is there; nothing is sent before the next event
+    kLeft,       // somebody is missing: `fault`
+    kPausedNow,  // also in answer to kHold when it was paused already
+    kPauseFailed,
+    kInstalledNow,  // the target, on all workers
+    kApplyFailed,   // once; it is tried again
+    kFenced,
+    kResumedNow,
+    kResumeFailed,
+    kStillHeld,  // a release that leaves it paused: others hold it, or a mix
+  };
+  Kind kind = kComplete;
+  int worker = 0;
+  int64_t command = 0;
+  UpdateKey update = 0;
+  bool weights_changed = false;
+  Fault fault;
+};
+
+// REQUIRES: state->workers has its final size; `now` does not go back.
+std::vector<ReplicaAction> StepReplica(const ReplicaTimeouts& timeouts,
+                                       const ReplicaEvent& event,
+                                       absl::Time now, ReplicaState* state);
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_

@@ -1,0 +1,211 @@
+// One update, from the first rank's arrival to its end, as a pure state machine:
+// StepUpdate(config, event, now, state) changes the state and answers with a few
+// actions, to be carried out in order. No clock, no protos, no I/O: members are
+// numbers, so that a simulation runs it by the million.
+//
+//   phase      is left when                         to         and does
+//   GATHERING  every rank has arrived               PREPARING  kPrepare each node
+//   PREPARING  every node has prepared this epoch   MOVING     kMove each node
+//   MOVING     every node has verified              PAUSING    kHold each replica
+//   PAUSING    every replica has paused             APPLYING   kCommit, then
+//                                                              kInstall on each
+//   APPLYING   every replica has installed, or is   RESUMING   kRelease each
+//              fenced or gone
+//   RESUMING   every replica has resumed, or is     ACTIVE     kEnd
+//              gone, or its resume has failed
+//   before APPLYING, and only then:
+//     PREPARING,  a transfer failed, a receiving    PREPARING  next epoch:
+//     MOVING      node was lost                                kPrepare each node
+//     any         a rank is lost before it is       ABORTED    kRelease each held
+//                 copied, its node before all is               replica, kEnd
+//                 verified; a copy or a node
+//                 refuses, a deadline passes, too
+//                 many epochs, a replica does not
+//                 pause (ON_STRAGGLER_ABORT)
+//   ACTIVE and ABORTED are final: events change nothing any more.
+// "every" means: of those that are still in it. The transition is taken as often
+// as its condition holds, so that an update without replicas goes from MOVING to
+// ACTIVE in one step.
+//
+// kManifest goes to each node once all ranks are copied and the node was told to
+// prepare. What an event says twice, of an older epoch, or of somebody who is not
+// in it any more, changes nothing.
+//
+// What one replica does between kHold and its end is replica_machine.h's
+// business; here it is only counted. A policy without the barriers (ROLLING) is
+// another rule for when a replica may be held, not another machine.
+
+#ifndef WEIGHTSYNC_DAEMON_COORDINATOR_UPDATE_MACHINE_H_
+#define WEIGHTSYNC_DAEMON_COORDINATOR_UPDATE_MACHINE_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "daemon/coordinator/fault.h"
+
+namespace weightsync {
+namespace daemon {
+
+enum class UpdatePhase : uint8_t {
+  kGathering,
+  kPreparing,
+  kMoving,
+  kPausing,
+  kApplying,
+  kResuming,
+  kActive,
+  kAborted,
+};
+absl::string_view UpdatePhaseName(UpdatePhase phase);
+
+struct UpdateConfig {
+  absl::Duration gather_timeout = absl::Seconds(60);
+  absl::Duration prepare_timeout = absl::Seconds(30);
+  // Nodes watch each flow with progress_timeout; here all of them together are
+  // watched with twice that, in case a node does not say anything at all.
+  absl::Duration progress_timeout = absl::Seconds(15);
+  absl::Duration recovery_timeout = absl::Seconds(30);
+  int max_reconfigurations = 3;
+  // LockstepPolicy.on_straggler = EVICT.
+  bool evict_stragglers = false;
+};
+
+struct UpdateRank {
+  int32_t rank = 0;
+  int node = 0;  // index into UpdateState::nodes
+  bool arrived = false;
+  bool copied = false;
+};
+
+struct UpdateNode {
+  std::string name;
+  bool source = false;    // some rank of it owns a bucket
+  bool receiver = false;  // some worker of it needs a bucket
+  // Excluded: lost before it had verified. It has no more part in the movement.
+  bool excluded = false;
+  int64_t prepared_epoch = 0;
+  bool verified = false;
+  int64_t received_bytes = 0;
+
+  bool In() const { return (source || receiver) && !excluded; }
+};
+
+struct UpdateReplica {
+  enum Stage : uint8_t {
+    kAwaited,  // recovery: has not come back yet
+    kIn,
+    kHeld,       // asked to pause
+    kPaused,
+    kInstalling,
+    kInstalled,
+    kReleased,   // asked to resume
+    kResumed,
+    kLeft,       // lost, evicted or fenced: see `fault`
+  };
+  std::string name;
+  Stage stage = kIn;
+  // Its pause is held on behalf of this update.
+  bool held = false;
+  Fault fault;
+};
+
+struct UpdateState {
+  UpdatePhase phase = UpdatePhase::kGathering;
+  std::vector<UpdateNode> nodes;
+  std::vector<UpdateRank> ranks;
+  std::vector<UpdateReplica> replicas;
+
+  // The counter of Epoch; grows with every reconfiguration. Starts where the
+  // model's last update left it.
+  int64_t epoch = 0;
+  int reconfigurations = 0;
+  // Edges (from, to; indices of nodes) that failed: flows avoid them.
+  std::vector<std::pair<int, int>> bad_edges;
+
+  bool all_copied = false;
+  bool committed = false;
+  absl::Time gather_deadline;
+  // Of PREPARING, of MOVING's silence, and of a recovered APPLYING.
+  absl::Time deadline;
+  // Why it was aborted.
+  Fault fault;
+
+  bool Ended() const {
+    return phase == UpdatePhase::kActive || phase == UpdatePhase::kAborted;
+  }
+  bool AllVerified() const;
+};
+
+struct UpdateEvent {
+  enum Kind : uint8_t {
+    kTick,
+    kRankArrived,  // `rank`: index into ranks, as in all of these
+    kRankCopied,   // `fault`: the copy failed
+    kRankLost,
+    kNodePrepared,  // `epoch`, `fault`
+    kNodeVerified,  // `epoch`, `fault`; `from`, `to`: the edge, or -1
+    kNodeProgress,  // `bytes` received so far
+    kNodeLost,      // with its store
+    kNodeBack,      // its stream had broken: it is told everything again
+    kReplicaPaused,
+    kReplicaPauseFailed,
+    kReplicaInstalled,
+    kReplicaFenced,
+    // It generates again, cannot be made to, or is held by others too (`fault`).
+    kReplicaResumed,
+    kReplicaLeft,
+    // Recovery: a participant of the committed update is here. `installed`: it
+    // has it already.
+    kReplicaBack,
+    kCancel,       // `fault`
+  };
+  Kind kind = kTick;
+  int rank = 0;
+  int node = 0;
+  int replica = 0;
+  int64_t epoch = 0;
+  int64_t bytes = 0;
+  int from = -1;
+  int to = -1;
+  bool installed = false;
+  Fault fault;
+};
+
+struct UpdateAction {
+  enum Kind : uint8_t {
+    kPhase,     // the phase is now `phase`
+    kPrepare,   // `node`, at state.epoch; flows are those of the nodes in it
+    kMove,      // `node`, at state.epoch
+    kManifest,  // `node`
+    kHold,      // `replica`
+    kCommit,    // on the disk before the next action
+    kInstall,   // `replica`
+    kRelease,   // `replica`
+    kEnd,       // state.phase says how
+  };
+  Kind kind = kPhase;
+  UpdatePhase phase = UpdatePhase::kGathering;
+  int node = 0;
+  int replica = 0;
+};
+
+// Sets the deadlines of a fresh state (nodes, ranks, replicas and epoch filled).
+void BeginUpdate(const UpdateConfig& config, absl::Time now,
+                 UpdateState* state);
+// The same for an update that an earlier term committed: APPLYING, its replicas
+// kAwaited; those that do not come back in time are left out.
+void RecoverUpdate(const UpdateConfig& config, absl::Time now,
+                   UpdateState* state);
+
+std::vector<UpdateAction> StepUpdate(const UpdateConfig& config,
+                                     const UpdateEvent& event, absl::Time now,
+                                     UpdateState* state);
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_COORDINATOR_UPDATE_MACHINE_H_

@@ -1,0 +1,416 @@
+#include "daemon/daemon.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "daemon/service/admin_service.h"
+#include "daemon/service/agent.h"
+#include "daemon/service/client_services.h"
+#include "daemon/service/coordinator_loop.h"
+#include "daemon/service/listen.h"
+#include "daemon/service/node_service.h"
+#include "daemon/service/process_watcher.h"
+#include "daemon/service/validate.h"
+#include "glog/logging.h"
+#include "grpcpp/ext/channelz_service_plugin.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "nlohmann/json.hpp"
+#include "proto/status.h"
+#include "transport/host/copy_pool.h"
+#include "transport/host/fd_socket.h"
+#include "transport/host/host_memory.h"
+#include "transport/host/limits.h"
+#include "transport/host/socket_claim.h"
+#include "transport/tcp/endpoint.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+// Of one message: lists of the parameters of very large models.
+constexpr int kMaxMessageBytes = 256 << 20;
+
+constexpr char kClusterFile[] = "/cluster_id";
+
+absl::Status Invalid(absl::string_view reason, absl::string_view message) {
+  return ErrorStatus(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+CoordinatorOptions ForCoordinator(const Options& options) {
+  const Deadlines& deadlines = options.deadlines;
+  CoordinatorOptions coordinator;
+  coordinator.coordinator_node = options.node;
+  coordinator.software_version = kSoftwareVersion;
+  coordinator.gather_timeout = deadlines.gather;
+  coordinator.prepare_timeout = deadlines.prepare;
+  coordinator.progress_timeout = deadlines.progress;
+  coordinator.pause_timeout = deadlines.pause;
+  coordinator.apply_timeout = deadlines.apply;
+  coordinator.resume_timeout = deadlines.resume;
+  coordinator.publish_timeout = deadlines.publish;
+  coordinator.heartbeat_interval = deadlines.heartbeat_interval;
+  coordinator.heartbeat_timeout = deadlines.heartbeat;
+  coordinator.node_reconnect_grace = deadlines.node_reconnect_grace;
+  coordinator.recovery_timeout = deadlines.recovery;
+  coordinator.apply_attempts = options.apply_attempts;
+  coordinator.max_reconfigurations = options.max_reconfigurations;
+  coordinator.bucket_bytes = options.bucket_bytes;
+  coordinator.random_id = RandomId;
+  return coordinator;
+}
+
+grpc::ChannelArguments ChannelArguments() {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  // A proxy of the environment is for the web.
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  // Daemons of one process (tests) do not share a connection.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  return arguments;
+}
+
+class DaemonImpl final : public Daemon {
+ public:
+  explicit DaemonImpl(Options options) : options_(std::move(options)) {}
+  ~DaemonImpl() override { Shutdown(); }
+
+  absl::Status Start();
+
+  const Addresses& addresses() const override { return addresses_; }
+  std::string cluster_id() const override {
+    return coordinator_ == nullptr ? "" : coordinator_->cluster_id();
+  }
+  void Shutdown() override;
+
+ private:
+  absl::Status CheckOptions();
+  absl::Status TakePlaces();
+  absl::Status StartTransport();
+  absl::Status StartCoordinator();
+  absl::Status StartServer();
+  absl::Status WriteReadyFile();
+  absl::Status Welcomed(const v1::Welcome& welcome);
+
+  Options options_;
+  Addresses addresses_;
+  std::vector<HostPort> listen_;
+  std::string cluster_id_;
+  bool shut_down_ = false;
+  bool ready_written_ = false;
+
+  // Destroyed in the opposite order.
+  std::unique_ptr<DirectoryClaim> state_;
+  std::unique_ptr<transport::SocketClaim> socket_;
+  std::unique_ptr<transport::FdServer> descriptors_;
+  std::unique_ptr<transport::CopyPool> copies_;
+  std::unique_ptr<transport::HostMemory> memory_;
+  std::unique_ptr<transport::tcp::Endpoint> endpoint_;
+  std::unique_ptr<ProcessWatcher> processes_;
+  std::unique_ptr<CoordinatorLoop> coordinator_;
+  std::unique_ptr<Agent> agent_;
+  CoordinatorAccess access_;
+  std::unique_ptr<NodeServiceImpl> node_service_;
+  std::unique_ptr<AdminServiceImpl> admin_service_;
+  std::unique_ptr<TrainerServiceImpl> trainer_service_;
+  std::unique_ptr<ReplicaServiceImpl> replica_service_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+absl::Status DaemonImpl::Start() {
+  for (absl::Status (DaemonImpl::*step)() :
+       {&DaemonImpl::CheckOptions, &DaemonImpl::TakePlaces,
+        &DaemonImpl::StartTransport, &DaemonImpl::StartCoordinator,
+        &DaemonImpl::StartServer, &DaemonImpl::WriteReadyFile}) {
+    const absl::Status status = (this->*step)();
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::CheckOptions() {
+  if (!IsName(options_.node)) {
+    return Invalid(
+        "NODE_NAME_INVALID",
+        absl::StrCat(
+            "node \"", options_.node,
+            "\": a name is 1 to 63 of [a-z0-9._-], beginning with a letter or "
+            "digit; give one with --node"));
+  }
+  for (const std::string& text : options_.listen) {
+    absl::StatusOr<HostPort> address = ParseHostPort(text);
+    if (!address.ok()) return address.status();
+    const absl::Status reach =
+        CheckReach(*address, options_.insecure, "listen");
+    if (!reach.ok()) return reach;
+    listen_.push_back(*address);
+  }
+  const absl::StatusOr<HostPort> data = ParseHost(options_.data_address);
+  if (!data.ok()) return data.status();
+  if (data->wildcard) {
+    return Invalid(
+        "ADDRESS_INVALID",
+        absl::StrCat(
+            "--data_address=", options_.data_address,
+            " is no address that another node could send to; name one of this "
+            "machine"));
+  }
+  const absl::Status reach =
+      CheckReach(*data, options_.insecure, "data_address");
+  if (!reach.ok()) return reach;
+
+  const int64_t available = transport::LookAtMemory().available_bytes();
+  if (options_.bucket_bytes <= 0 || options_.bucket_bytes > available) {
+    return Invalid(
+        "BUCKET_BYTES_INVALID",
+        absl::StrCat(
+            "bucket_bytes is ", options_.bucket_bytes,
+            "; it must be positive and at most the memory that is available, ",
+            available, " bytes"));
+  }
+  if (options_.store_budget_bytes == 0)
+    options_.store_budget_bytes = available / 2;
+  if (options_.copy_threads == 0) {
+    options_.copy_threads =
+        std::min(8u, std::max(1u, std::thread::hardware_concurrency()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::TakePlaces() {
+  absl::Status status = MakeDirectories(options_.state_dir, 0700);
+  if (!status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<DirectoryClaim>> state =
+      DirectoryClaim::Take(options_.state_dir);
+  if (!state.ok()) return state.status();
+  state_ = *std::move(state);
+  absl::StatusOr<std::string> cluster =
+      ReadSmallFile(options_.state_dir + kClusterFile);
+  if (!cluster.ok()) return cluster.status();
+  cluster_id_ = std::string(absl::StripAsciiWhitespace(*cluster));
+
+  const size_t slash = options_.unix_socket.rfind('/');
+  if (slash != std::string::npos && slash > 0) {
+    status = MakeDirectories(options_.unix_socket.substr(0, slash), 0755);
+    if (!status.ok()) return status;
+  }
+  absl::StatusOr<std::unique_ptr<transport::SocketClaim>> socket =
+      transport::SocketClaim::Take(options_.unix_socket);
+  if (!socket.ok()) return socket.status();
+  socket_ = *std::move(socket);
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::StartTransport() {
+  absl::StatusOr<std::unique_ptr<transport::FdServer>> descriptors =
+      transport::FdServer::Start(options_.unix_socket + ".fd", {});
+  if (!descriptors.ok()) return descriptors.status();
+  descriptors_ = *std::move(descriptors);
+  copies_ = std::make_unique<transport::CopyPool>(options_.copy_threads);
+  transport::HostMemory::Options memory;
+  memory.warm_up_threads = options_.copy_threads;
+  memory_ = std::make_unique<transport::HostMemory>(copies_.get(),
+                                                    descriptors_.get(), memory);
+
+  transport::tcp::EndpointOptions endpoint;
+  // Where it is not known yet, the first group says it.
+  if (!options_.coordinator_address.empty()) endpoint.cluster_id = cluster_id_;
+  endpoint.bind_host = options_.data_address;
+  endpoint.first_port = options_.data_port_first;
+  endpoint.last_port = options_.data_port_last;
+  absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
+      transport::tcp::Endpoint::Create(endpoint);
+  if (!made.ok()) return made.status();
+  endpoint_ = *std::move(made);
+
+  absl::StatusOr<std::unique_ptr<ProcessWatcher>> processes =
+      ProcessWatcher::Start();
+  if (!processes.ok()) return processes.status();
+  processes_ = *std::move(processes);
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::StartCoordinator() {
+  if (options_.coordinator_address.empty()) {
+    absl::StatusOr<std::unique_ptr<CoordinatorLoop>> coordinator =
+        CoordinatorLoop::Start(ForCoordinator(options_), options_.state_dir);
+    if (!coordinator.ok()) return coordinator.status();
+    coordinator_ = *std::move(coordinator);
+    // Whom this node followed before, it is its own now.
+    cluster_id_ = coordinator_->cluster_id();
+    access_.local = coordinator_.get();
+    access_.name = "this daemon";
+  } else {
+    access_.name = options_.coordinator_address;
+    access_.remote = grpc::CreateCustomChannel(
+        options_.coordinator_address, grpc::InsecureChannelCredentials(),
+        ChannelArguments());
+  }
+  Agent::Parts parts;
+  parts.memory = memory_.get();
+  parts.groups = endpoint_.get();
+  parts.processes = processes_.get();
+  parts.coordinator = access_.name;
+  parts.cluster_id = cluster_id_;
+  parts.welcomed = [this](const v1::Welcome& welcome) {
+    return Welcomed(welcome);
+  };
+  agent_ = std::make_unique<Agent>(options_, std::move(parts));
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::Welcomed(const v1::Welcome& welcome) {
+  endpoint_->RaiseTerm(welcome.term());
+  if (coordinator_ != nullptr || welcome.cluster_id() == cluster_id_)
+    return absl::OkStatus();
+  cluster_id_ = welcome.cluster_id();
+  return WriteFileAtomically(options_.state_dir + kClusterFile,
+                             cluster_id_ + "\n");
+}
+
+absl::Status DaemonImpl::StartServer() {
+  node_service_ = std::make_unique<NodeServiceImpl>(
+      coordinator_.get(), options_.coordinator_address);
+  admin_service_ = std::make_unique<AdminServiceImpl>(access_, options_.node,
+                                                      options_.deadlines);
+  trainer_service_ = std::make_unique<TrainerServiceImpl>(agent_.get(), access_,
+                                                          options_.deadlines);
+  replica_service_ = std::make_unique<ReplicaServiceImpl>(agent_.get());
+
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::channelz::experimental::InitChannelzService();
+
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  // Otherwise a second daemon could take the same port, and get half of the
+  // calls.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Clients may look after their connections as often as they like.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  builder.RegisterService(trainer_service_.get());
+  builder.RegisterService(replica_service_.get());
+  builder.RegisterService(admin_service_.get());
+  builder.RegisterService(node_service_.get());
+  std::vector<int> ports(listen_.size());
+  for (size_t i = 0; i < listen_.size(); ++i) {
+    builder.AddListeningPort(listen_[i].text(),
+                             grpc::InsecureServerCredentials(), &ports[i]);
+  }
+  builder.AddListeningPort("unix:" + options_.unix_socket,
+                           grpc::InsecureServerCredentials());
+  server_ = builder.BuildAndStart();
+  if (server_ == nullptr) {
+    // gRPC logs why, and returns nothing: look again.
+    for (const HostPort& address : listen_) {
+      const absl::Status status = WhyNotListen(address);
+      if (!status.ok()) return status;
+    }
+    return ErrorStatus(
+        absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+        absl::StrCat("cannot listen at ", options_.unix_socket,
+                     "; may this process write to its directory?"));
+  }
+  // Whoever may open it may replace weights: this user alone.
+  if (chmod(options_.unix_socket.c_str(), 0600) != 0) {
+    return ErrorStatus(
+        absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+        absl::StrCat("cannot set the mode of ", options_.unix_socket));
+  }
+  for (size_t i = 0; i < listen_.size(); ++i) {
+    HostPort address = listen_[i];
+    address.port = ports[i];
+    addresses_.listen.push_back(address.text());
+  }
+  addresses_.unix_socket = options_.unix_socket;
+  addresses_.descriptor_socket = descriptors_->path();
+  addresses_.data_address = endpoint_->address();
+
+  // The embedded coordinator is reached as any other, without a socket.
+  agent_->Start(coordinator_ != nullptr
+                    ? server_->InProcessChannel(ChannelArguments())
+                    : access_.remote);
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::WriteReadyFile() {
+  if (options_.ready_file.empty()) return absl::OkStatus();
+  nlohmann::json ready = {
+      {"node", options_.node},
+      {"pid", getpid()},
+      {"version", kSoftwareVersion},
+      {"listen", addresses_.listen},
+      {"unix_socket", addresses_.unix_socket},
+      {"descriptor_socket", addresses_.descriptor_socket},
+      {"data_address", addresses_.data_address},
+      {"coordinator", coordinator_ != nullptr},
+      {"coordinator_address", options_.coordinator_address},
+  };
+  const absl::Status status =
+      WriteFileAtomically(options_.ready_file, ready.dump(2) + "\n");
+  ready_written_ = status.ok();
+  return status;
+}
+
+void DaemonImpl::Shutdown() {
+  if (shut_down_) return;
+  shut_down_ = true;
+  if (ready_written_) unlink(options_.ready_file.c_str());
+  if (server_ != nullptr && server_->GetHealthCheckService() != nullptr) {
+    server_->GetHealthCheckService()->SetServingStatus(false);
+  }
+  // First the one who decides: what follows must not look to it like a cluster
+  // that falls apart.
+  if (coordinator_ != nullptr) coordinator_->Stop();
+  if (node_service_ != nullptr) node_service_->Shutdown();
+  if (admin_service_ != nullptr) admin_service_->Shutdown();
+  if (agent_ != nullptr) agent_->Shutdown();
+  if (server_ != nullptr) {
+    server_->Shutdown(
+        absl::ToChronoTime(absl::Now() + options_.deadlines.shutdown));
+    server_->Wait();
+  }
+  if (agent_ != nullptr) agent_->StopLoops();
+  server_ = nullptr;
+  replica_service_ = nullptr;
+  trainer_service_ = nullptr;
+  admin_service_ = nullptr;
+  node_service_ = nullptr;
+  agent_ = nullptr;
+  coordinator_ = nullptr;
+  processes_ = nullptr;
+  endpoint_ = nullptr;
+  memory_ = nullptr;
+  copies_ = nullptr;
+  descriptors_ = nullptr;
+  socket_ = nullptr;
+  state_ = nullptr;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(Options options) {
+  auto daemon = std::make_unique<DaemonImpl>(std::move(options));
+  const absl::Status status = daemon->Start();
+  if (!status.ok()) return status;
+  return daemon;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

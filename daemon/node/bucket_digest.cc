@@ -1,0 +1,90 @@
+#include "daemon/node/bucket_digest.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "schedule/box.h"
+#include "schedule/catalog.h"
+
+namespace weightsync {
+namespace daemon {
+
+namespace {
+
+// Adds elements [begin, end) of a piece, counted in its own row-major order.
+void AddPiece(const schedule::Piece& piece, const schedule::Param& param,
+              int64_t begin, int64_t end, const char* data,
+              transport::Digest* digest) {
+  const schedule::Box& box = piece.box;
+  const int dims = box.dims();
+  const int64_t element_bytes = schedule::DTypeSize(param.dtype);
+  // Dimensions [tail, dims) make one contiguous run of the global tensor.
+  int tail = dims;
+  int64_t run = 1;
+  while (tail > 0) {
+    --tail;
+    run *= box.extent[tail];
+    if (box.extent[tail] != param.shape[tail]) break;
+  }
+  int64_t stride[schedule::kMaxDims];
+  int64_t step = 1;
+  int64_t first = 0;
+  for (int d = dims; d-- > 0;) {
+    stride[d] = step;
+    step *= param.shape[d];
+    first += box.offset[d] * stride[d];
+  }
+
+  for (int64_t element = begin; element < end;) {
+    const int64_t within = element % run;
+    int64_t row = element / run;
+    int64_t global = first + within;
+    for (int d = tail; d-- > 0;) {
+      global += row % box.extent[d] * stride[d];
+      row /= box.extent[d];
+    }
+    transport::DigestRun stretch;
+    stretch.ordinal = piece.ordinal;
+    stretch.first_element = global;
+    stretch.element_count = std::min(run - within, end - element);
+    stretch.element_bytes = static_cast<int32_t>(element_bytes);
+    transport::DigestAccumulate(data + (element - begin) * element_bytes,
+                                stretch, digest);
+    element += stretch.element_count;
+  }
+}
+
+}  // namespace
+
+BucketDigestMap::BucketDigestMap(std::shared_ptr<const NodeLayout> layout,
+                                 int32_t bucket)
+    : layout_(std::move(layout)),
+      pieces_(layout_->plan.pieces(static_cast<uint32_t>(bucket))) {}
+
+transport::Digest BucketDigestMap::Of(int64_t offset,
+                                      absl::Span<const char> bytes) const {
+  transport::Digest digest;
+  const int64_t limit = offset + static_cast<int64_t>(bytes.size());
+  // The last piece that begins at or before `offset`, or the first one.
+  auto it = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
+                             [](int64_t value, const schedule::Piece& piece) {
+                               return value < piece.offset;
+                             });
+  if (it != pieces_.begin()) --it;
+  for (; it != pieces_.end() && it->offset < limit; ++it) {
+    const schedule::Param& param = layout_->catalog.param(it->ordinal);
+    const int64_t element_bytes = schedule::DTypeSize(param.dtype);
+    const int64_t volume = it->box.Volume();
+    const int64_t begin =
+        std::max(int64_t{0}, offset - it->offset) / element_bytes;
+    const int64_t end = std::min(volume, (limit - it->offset) / element_bytes);
+    if (begin >= end) continue;
+    AddPiece(*it, param, begin, end,
+             bytes.data() + (it->offset + begin * element_bytes - offset),
+             &digest);
+  }
+  return digest;
+}
+
+}  // namespace daemon
+}  // namespace weightsync

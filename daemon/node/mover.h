@@ -1,0 +1,165 @@
+// The node's part in moving updates: it reserves room, joins the groups of the
+// flows it is in, sends, receives, compares with the manifest and reports.
+//
+// The commands are those of the stream between daemons (node.proto), in its
+// order; each returns at once, and what comes of it is reported through
+// Options::report:
+//   PrepareUpdate  -> UpdatePrepared, with the failure if there is one
+//   MoveUpdate     -> UpdateProgress while bytes come in, at most 5 a second
+//   UpdateManifest -> (compared as soon as everything is there)
+//                  -> UpdateVerified: every bucket that this node needs or is
+//                  the
+//                     source of is complete and agrees with the manifest; or
+//                     with a failure and the edge, when a group fails. A node
+//                     reports the failure of an edge even after it has
+//                     verified: somebody behind it may lack bytes.
+//   EndUpdate      -> groups are left; the store keeps or drops the bytes
+// A rank's tensors come in through SnapshotRank, which may be called before,
+// while or after the update is prepared (it is reported as RankSnapshotted).
+//
+// PrepareUpdate again with a higher epoch leaves the groups of the old one and
+// joins the new ones over the same landings: frames that are here stay. A
+// command of an older epoch is refused (STALE_EPOCH) or ignored.
+
+#ifndef WEIGHTSYNC_DAEMON_NODE_MOVER_H_
+#define WEIGHTSYNC_DAEMON_NODE_MOVER_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "daemon/node/layouts.h"
+#include "daemon/node/snapshot.h"
+#include "daemon/node/store.h"
+#include "transport/group.h"
+#include "transport/memory.h"
+#include "weightsync/v1/node.pb.h"
+
+namespace weightsync {
+namespace daemon {
+
+class NodeUpdate;
+
+// What a rank gives to SnapshotRank.
+struct RankSource {
+  std::string model;
+  std::string update_id;
+  int64_t version = 0;
+  std::string layout_id;
+  int32_t rank = 0;
+  std::vector<SourceRegion> regions;
+  google::protobuf::RepeatedPtrField<v1::TensorShard> shards;
+  // Released when the copy has ended: keeps the regions mapped.
+  std::shared_ptr<const void> keep_alive;
+  // Cancelled when the rank is lost. Never null.
+  std::shared_ptr<CancelFlag> cancel;
+};
+
+// Thread-safe. A thread for each update that runs, and one for each group.
+class Mover {
+ public:
+  struct Options {
+    // This node's name.
+    std::string node;
+    // Takes reports for the coordinator; called on threads of the mover without
+    // any lock, and must not block for long. Reports of one update come in the
+    // order in which things happened.
+    std::function<void(v1::NodeReport)> report;
+    // Where nothing else says it (MoveUpdate.progress_timeout is absent).
+    absl::Duration progress_timeout = absl::Seconds(15);
+    absl::Duration prepare_timeout = absl::Seconds(30);
+    // A peer of which nothing is heard for so long is lost.
+    absl::Duration peer_deadline = absl::Seconds(10);
+    absl::Duration report_interval = absl::Milliseconds(200);
+  };
+
+  // All but `options` outlive the mover.
+  Mover(Options options, LayoutBook* layouts, Store* store,
+        transport::Memory* memory, transport::GroupFactory* groups);
+  // As Shutdown.
+  ~Mover();
+  Mover(const Mover&) = delete;
+  Mover& operator=(const Mover&) = delete;
+
+  // Before the first PrepareUpdate: from Welcome.
+  void SetClusterId(const std::string& cluster_id);
+
+  void PrepareUpdate(const v1::PrepareUpdate& command);
+  void MoveUpdate(const v1::MoveUpdate& command);
+  void UpdateManifest(const v1::UpdateManifest& command);
+  void EndUpdate(const v1::EndUpdate& command);
+
+  // Reserves the rank's buckets and copies the tensors into them, on the
+  // caller's thread and those of the memory. Returns when the rank may change
+  // its tensors. Reports RankSnapshotted, with the failure on an error (which
+  // is also returned):
+  //   those of ResolveShards, TakeSnapshot and Store::Reserve; NOT_FOUND
+  //   (LAYOUT_UNKNOWN); ABORTED with the update's own reason when it was ended
+  //   meanwhile.
+  absl::StatusOr<SnapshotResult> SnapshotRank(const RankSource& source);
+
+  // The coordinator is lost: every update that is not whole here is given up,
+  // with `why`; those that are whole stay in the store, INCOMING, until
+  // EndUpdate says what became of them.
+  void AbandonUpdates(const absl::Status& why);
+
+  // Ends every update with UNAVAILABLE (SHUTTING_DOWN), in bounded time: at
+  // return no thread of the mover runs and no landing is touched. Later
+  // commands are ignored.
+  void Shutdown();
+
+ private:
+  // The run of an update, made when there is none. Null, with *status, when the
+  // update has ended, the layout is unknown or the mover is shut down.
+  std::shared_ptr<NodeUpdate> FindOrMake(const std::string& update_id,
+                                         int64_t version,
+                                         const std::string& layout_id,
+                                         absl::Status* status);
+  std::shared_ptr<NodeUpdate> Find(const std::string& update_id);
+  // Takes the run out and has it end.
+  void EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
+              const absl::Status& why);
+  // Remembers why an update ended, for ranks that come late.
+  void Remember(const std::string& update_id, const absl::Status& why)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Lets go of runs whose drivers have ended.
+  void Reap();
+  void ReportPrepareFailure(const v1::PrepareUpdate& command,
+                            const absl::Status& status);
+
+  // Constant after construction.
+  const Options options_;
+  LayoutBook* const layouts_;
+  Store* const store_;
+  transport::Memory* const memory_;
+  transport::GroupFactory* const groups_;
+
+  absl::Mutex mutex_;
+  bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
+  std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
+      ABSL_GUARDED_BY(mutex_);
+  // Told to end, and not done yet.
+  std::vector<std::shared_ptr<NodeUpdate>> ending_ ABSL_GUARDED_BY(mutex_);
+  // Newest last.
+  std::deque<std::pair<std::string, absl::Status>> ended_
+      ABSL_GUARDED_BY(mutex_);
+  // By model.
+  absl::flat_hash_map<std::string, transport::Epoch> newest_epochs_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_NODE_MOVER_H_

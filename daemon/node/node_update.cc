@@ -1,0 +1,665 @@
+#include "daemon/node/node_update.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "daemon/node/bucket_digest.h"
+#include "daemon/node/convert.h"
+#include "glog/logging.h"
+#include "proto/status.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace daemon {
+
+namespace {
+
+using transport::Landing;
+using transport::MakeError;
+
+// After a commit every byte is everywhere; what may still be on its way is a
+// neighbour's word that it is.
+constexpr absl::Duration kLeaveTogether = absl::Seconds(2);
+
+absl::Duration FromProtoOr(bool present, const google::protobuf::Duration& d,
+                           absl::Duration otherwise) {
+  if (!present) return otherwise;
+  return absl::Seconds(d.seconds()) + absl::Nanoseconds(d.nanos());
+}
+
+absl::Status InvalidFlow(absl::string_view sentence) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "FLOW_INVALID",
+                   sentence);
+}
+
+}  // namespace
+
+transport::Epoch FromProto(const v1::Epoch& epoch) {
+  transport::Epoch result;
+  result.term = static_cast<uint64_t>(epoch.term());
+  result.counter = static_cast<uint64_t>(epoch.counter());
+  return result;
+}
+
+// Called under the landing's lock: wakes the driver, under whose lock nobody
+// calls a landing.
+class NodeUpdate::FrameCount final : public Landing::Watcher {
+ public:
+  FrameCount(NodeUpdate* run, std::shared_ptr<Landing> landing)
+      : run_(run),
+        landing_(std::move(landing)),
+        frames_(landing_->frame_count()) {}
+
+  void OnFramesReady(absl::Span<const uint32_t> frames) override {
+    const int64_t count = static_cast<int64_t>(frames.size());
+    if (ready_.fetch_add(count) + count == frames_) run_->Wake();
+  }
+  void OnFailed(const absl::Status&) override { run_->Wake(); }
+
+  void Start() { landing_->AddWatcher(this); }
+  void Stop() { landing_->RemoveWatcher(this); }
+  bool complete() const { return ready_.load() == frames_; }
+  int64_t size() const { return landing_->size(); }
+  int64_t ready_bytes() const {
+    return std::min(ready_.load() * Landing::kFrameBytes, landing_->size());
+  }
+
+ private:
+  NodeUpdate* const run_;
+  const std::shared_ptr<Landing> landing_;
+  const int64_t frames_;
+  std::atomic<int64_t> ready_{0};
+};
+
+NodeUpdate::NodeUpdate(Context context, std::string update_id, int64_t version,
+                       std::shared_ptr<const NodeLayout> layout)
+    : context_(std::move(context)),
+      update_id_(std::move(update_id)),
+      version_(version),
+      layout_(std::move(layout)),
+      driver_([this] { Drive(); }) {}
+
+NodeUpdate::~NodeUpdate() { driver_.join(); }
+
+// ---- Commands ----
+
+void NodeUpdate::Prepare(const v1::PrepareUpdate& command) {
+  absl::MutexLock lock(&mutex_);
+  prepare_ = command;
+  woken_ = true;
+}
+
+void NodeUpdate::Move(const v1::MoveUpdate& command) {
+  absl::MutexLock lock(&mutex_);
+  move_ = command;
+  woken_ = true;
+}
+
+void NodeUpdate::Manifest(const v1::UpdateManifest& command) {
+  absl::MutexLock lock(&mutex_);
+  manifest_.clear();
+  for (const v1::BucketDigest& bucket : command.buckets()) {
+    manifest_[bucket.bucket()] = FromProto(bucket.digest());
+  }
+  has_manifest_ = true;
+  woken_ = true;
+}
+
+void NodeUpdate::End(bool committed, absl::Status why) {
+  absl::MutexLock lock(&mutex_);
+  if (ended_) return;
+  ended_ = true;
+  committed_ = committed;
+  why_ = why.ok() ? MakeError(absl::StatusCode::kAborted, "UPDATE_ENDED",
+                              absl::StrCat("update ", update_id_, " has ended"))
+                  : std::move(why);
+  cancel_.Cancel(why_);
+  woken_ = true;
+}
+
+void NodeUpdate::Wake() {
+  absl::MutexLock lock(&mutex_);
+  woken_ = true;
+}
+
+// ---- Bytes ----
+
+absl::Status NodeUpdate::PinInStore() {
+  // An entry without buckets first: room that is not pinned yet could be given
+  // away under our hands (Store::Forget).
+  auto made = context_.store->Reserve(update_id_, version_, layout_, {});
+  if (!made.ok()) return made.status();
+  auto pin = context_.store->Pin(update_id_);
+  if (!pin.ok()) return pin.status();
+  absl::MutexLock lock(&mutex_);
+  pins_.push_back(*std::move(pin));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
+    const std::vector<int32_t>& buckets) {
+  absl::Status pinned = PinInStore();
+  if (!pinned.ok()) return pinned;
+  auto rooms = context_.store->Reserve(update_id_, version_, layout_, buckets);
+  if (!rooms.ok()) return rooms.status();
+  std::vector<std::shared_ptr<Landing>> landings;
+  std::vector<FrameCount*> fresh;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const BucketRoom& room : *rooms) {
+      std::shared_ptr<Landing>& landing = landings_[room.bucket];
+      if (landing == nullptr) {
+        landing = std::make_shared<Landing>(
+            static_cast<uint64_t>(room.bucket), room.data,
+            std::make_shared<BucketDigestMap>(layout_, room.bucket));
+        auto& count = counts_[room.bucket];
+        count = std::make_unique<FrameCount>(this, landing);
+        fresh.push_back(count.get());
+      }
+      landings.push_back(landing);
+    }
+  }
+  // Not under our lock: watchers take it.
+  for (FrameCount* count : fresh) count->Start();
+  return landings;
+}
+
+absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
+    int32_t rank, const std::vector<SourceShard>& shards,
+    const CancelFlag* cancel) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (ended_) return why_;
+    ++snapshots_;
+  }
+  absl::StatusOr<SnapshotResult> result = [&] {
+    auto landings = Landings(layout_->RankBuckets(rank));
+    if (!landings.ok()) {
+      return absl::StatusOr<SnapshotResult>(landings.status());
+    }
+    return TakeSnapshot(*layout_, rank, shards, *landings, context_.memory,
+                        {cancel, &cancel_});
+  }();
+  absl::MutexLock lock(&mutex_);
+  --snapshots_;
+  woken_ = true;
+  return result;
+}
+
+// ---- The driver ----
+
+void NodeUpdate::Drive() {
+  while (true) {
+    absl::optional<v1::PrepareUpdate> prepare;
+    absl::optional<v1::MoveUpdate> move;
+    {
+      absl::MutexLock lock(&mutex_);
+      const absl::Duration patience = round_ != nullptr
+                                          ? context_.report_interval
+                                          : absl::InfiniteDuration();
+      mutex_.AwaitWithTimeout(absl::Condition(&woken_), patience);
+      woken_ = false;
+      if (ended_) break;
+      prepare.swap(prepare_);
+      // A move of the epoch that is prepared next is kept for it.
+      if (!prepare.has_value()) move.swap(move_);
+      if (prepare.has_value() && move_.has_value()) woken_ = true;
+    }
+    if (prepare.has_value()) StartRound(*prepare);
+    if (move.has_value()) {
+      if (round_ == nullptr ||
+          !(FromProto(move->epoch()) == FromProto(round_->command.epoch()))) {
+        LOG(WARNING) << "MoveUpdate of update " << update_id_
+                     << " for an epoch that is not prepared is ignored";
+      } else {
+        absl::MutexLock lock(&mutex_);
+        round_->progress_timeout =
+            FromProtoOr(move->has_progress_timeout(), move->progress_timeout(),
+                        context_.progress_timeout);
+        round_->move = true;
+      }
+    }
+    if (round_ == nullptr) continue;
+    LookAtFlows();
+    LookAtEdges();
+    LookAtBytes();
+    if (dry_ && round_->answered &&
+        absl::Now() > round_->prepared_time + context_.prepare_timeout) {
+      // Nobody ended it.
+      break;
+    }
+  }
+  Finish();
+}
+
+void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
+  if (round_ != nullptr) {
+    const transport::Epoch now = FromProto(round_->command.epoch());
+    const transport::Epoch asked = FromProto(command.epoch());
+    if (asked < now) {
+      v1::NodeReport report;
+      v1::UpdatePrepared* answer = report.mutable_update_prepared();
+      answer->set_model(model());
+      answer->set_update_id(update_id_);
+      *answer->mutable_epoch() = command.epoch();
+      *answer->mutable_failure() = ToFailure(MakeError(
+          absl::StatusCode::kFailedPrecondition, "STALE_EPOCH",
+          absl::StrCat("node ", context_.node, " has prepared update ",
+                       update_id_, " for epoch ", now.term, ".", now.counter,
+                       " already")));
+      context_.report(std::move(report));
+      return;
+    }
+    if (asked == now) {
+      // Said twice.
+      if (round_->prepared) {
+        round_->answered = false;
+        AnswerPrepare(round_.get(), absl::OkStatus());
+      }
+      return;
+    }
+    CloseRound(MakeError(
+        absl::StatusCode::kAborted, "NEWER_EPOCH",
+        absl::StrCat("epoch ", asked.term, ".", asked.counter, " has begun")));
+  }
+  round_ = std::make_unique<Round>();
+  round_->command = command;
+  dry_ = command.dry();
+  absl::Status status = FillRound(round_.get());
+  if (!status.ok()) {
+    CloseRound(status);
+    // Kept without flows: the epoch is known and commands of it are answered.
+    round_ = std::make_unique<Round>();
+    round_->command = command;
+    AnswerPrepare(round_.get(), status);
+    return;
+  }
+  for (auto& flow : round_->flows) {
+    FlowRun* f = flow.get();
+    Round* round = round_.get();
+    f->thread = std::thread([this, round, f] { RunFlow(round, f); });
+  }
+}
+
+absl::Status NodeUpdate::FillRound(Round* round) {
+  const v1::PrepareUpdate& command = round->command;
+  // What lies in the store when this epoch is through.
+  std::set<int32_t> buckets;
+  for (int32_t bucket : layout_->LocalSourceBuckets()) buckets.insert(bucket);
+  for (const v1::Flow& flow : command.flows()) {
+    int self = -1;
+    for (int i = 0; i < flow.members_size(); ++i) {
+      if (flow.members(i).node() == context_.node) self = i;
+    }
+    if (self < 0 || flow.members_size() < 2) {
+      return InvalidFlow(absl::StrCat(
+          "flow ", flow.flow_id(), " of ", flow.members_size(),
+          " nodes was told to node ", context_.node, ", which is not in it"));
+    }
+    for (int32_t bucket : flow.buckets()) {
+      if (bucket < 0 || bucket >= layout_->bucket_count()) {
+        return InvalidFlow(absl::StrCat("flow ", flow.flow_id(),
+                                        " moves bucket ", bucket, " of ",
+                                        layout_->bucket_count()));
+      }
+      buckets.insert(bucket);
+      if (self > 0) received_.insert(bucket);
+    }
+    auto run = std::make_unique<FlowRun>();
+    run->flow = flow;
+    run->self = self;
+    round->flows.push_back(std::move(run));
+  }
+  if (command.dry()) {
+    absl::Status room =
+        context_.store->ReserveFor(model(), layout_->LocalBytes());
+    if (!room.ok()) return room;
+  } else {
+    {
+      // A bucket that came in an earlier epoch needs no flow any more.
+      absl::MutexLock lock(&mutex_);
+      for (const auto& count : counts_) {
+        if (count.second->complete()) buckets.insert(count.first);
+      }
+    }
+    for (int32_t bucket : layout_->needed_buckets) {
+      if (buckets.count(bucket) == 0) {
+        return InvalidFlow(absl::StrCat("no flow brings bucket ", bucket,
+                                        " to node ", context_.node,
+                                        ", whose workers need it"));
+      }
+    }
+    auto landings =
+        Landings(std::vector<int32_t>(buckets.begin(), buckets.end()));
+    if (!landings.ok()) return landings.status();
+  }
+
+  for (auto& run : round->flows) {
+    if (!command.dry()) {
+      absl::MutexLock lock(&mutex_);
+      for (int32_t bucket : run->flow.buckets()) {
+        run->landings.push_back(landings_.at(bucket));
+      }
+    }
+    transport::GroupSpec spec;
+    spec.cluster_id = context_.cluster_id;
+    spec.group_id = absl::StrCat(update_id_, "/", run->flow.flow_id());
+    spec.epoch = FromProto(command.epoch());
+    spec.secret = command.group_secret();
+    spec.self = run->self;
+    for (const v1::FlowMember& member : run->flow.members()) {
+      transport::GroupMember m;
+      m.node = member.node();
+      m.address = member.data_address();
+      spec.members.push_back(std::move(m));
+    }
+    transport::GroupOptions options;
+    options.peer_deadline = context_.peer_deadline;
+    options.on_edge_failed = [this](const absl::Status& status) {
+      absl::MutexLock lock(&mutex_);
+      edge_failures_.push_back(status);
+      woken_ = true;
+    };
+    auto group = context_.groups->NewGroup(std::move(spec), std::move(options));
+    if (!group.ok()) return group.status();
+    run->group = *std::move(group);
+  }
+  return absl::OkStatus();
+}
+
+void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
+  const absl::Duration timeout =
+      FromProtoOr(round->command.has_timeout(), round->command.timeout(),
+                  context_.prepare_timeout);
+  absl::Status status = flow->group->Join(timeout);
+  absl::Duration patience;
+  {
+    absl::MutexLock lock(&mutex_);
+    flow->joined = status.ok();
+    flow->done = !status.ok();
+    flow->status = status;
+    woken_ = true;
+    if (!status.ok()) return;
+    auto called = [this, round]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return round->move || round->closed;
+    };
+    mutex_.Await(absl::Condition(&called));
+    if (round->closed) return;
+    patience = round->progress_timeout;
+  }
+  status = flow->group->Move(flow->landings);
+  if (status.ok()) status = flow->group->Wait(patience);
+  absl::MutexLock lock(&mutex_);
+  flow->done = true;
+  flow->status = status;
+  woken_ = true;
+}
+
+void NodeUpdate::CloseRound(const absl::Status& why) {
+  if (round_ == nullptr) return;
+  std::vector<transport::Group*> busy;
+  {
+    absl::MutexLock lock(&mutex_);
+    round_->closed = true;
+    for (const auto& flow : round_->flows) {
+      // One that is at rest leaves quietly.
+      const bool rests =
+          flow->joined && flow->status.ok() && (flow->done || !round_->move);
+      if (flow->group != nullptr && !rests) busy.push_back(flow->group.get());
+    }
+  }
+  for (transport::Group* group : busy) group->Abort(why);
+  for (const auto& flow : round_->flows) {
+    if (flow->thread.joinable()) flow->thread.join();
+  }
+  repaired_before_ = RepairedFrames();
+  round_ = nullptr;
+  absl::MutexLock lock(&mutex_);
+  edge_failures_.clear();
+}
+
+// ---- Reports ----
+
+void NodeUpdate::AnswerPrepare(Round* round, const absl::Status& status) {
+  if (round->answered) return;
+  round->answered = true;
+  round->prepared = status.ok();
+  round->prepared_time = absl::Now();
+  v1::NodeReport report;
+  v1::UpdatePrepared* answer = report.mutable_update_prepared();
+  answer->set_model(model());
+  answer->set_update_id(update_id_);
+  *answer->mutable_epoch() = round->command.epoch();
+  if (!status.ok()) *answer->mutable_failure() = ToFailure(status);
+  context_.report(std::move(report));
+}
+
+void NodeUpdate::LookAtFlows() {
+  bool all_joined = true;
+  std::vector<std::pair<FlowRun*, absl::Status>> failed;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const auto& flow : round_->flows) {
+      all_joined = all_joined && flow->joined;
+      if (flow->done && !flow->status.ok() && !flow->reported) {
+        flow->reported = true;
+        failed.emplace_back(flow.get(), flow->status);
+      }
+    }
+  }
+  for (const auto& failure : failed) {
+    if (!round_->answered) {
+      AnswerPrepare(round_.get(), failure.second);
+    } else if (round_->prepared) {
+      ReportFailure(failure.second);
+    }
+    failure.first->group->Abort(failure.second);
+  }
+  if (all_joined) AnswerPrepare(round_.get(), absl::OkStatus());
+}
+
+void NodeUpdate::LookAtEdges() {
+  // Before the answer to Prepare, Join says what is wrong.
+  if (!round_->prepared) return;
+  std::vector<absl::Status> failures;
+  {
+    absl::MutexLock lock(&mutex_);
+    failures.swap(edge_failures_);
+  }
+  for (const absl::Status& failure : failures) ReportFailure(failure);
+}
+
+void NodeUpdate::LookAtBytes() {
+  if (!round_->prepared || dry_) return;
+  bool complete = true;
+  bool has_manifest = false;
+  bool moving = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const auto& count : counts_) {
+      complete = complete && count.second->complete();
+    }
+    has_manifest = has_manifest_;
+    moving = round_->move;
+  }
+  if (moving && !round_->verified && absl::Now() >= next_progress_) {
+    ReportProgress(false);
+  }
+  if (!complete || !has_manifest || round_->verified) return;
+
+  std::vector<std::pair<std::shared_ptr<Landing>, transport::Digest>> compare;
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const auto& landing : landings_) {
+      auto said = manifest_.find(landing.first);
+      if (said == manifest_.end()) {
+        status = MakeError(absl::StatusCode::kDataLoss, "MANIFEST_MISMATCH",
+                           absl::StrCat("the manifest of update ", update_id_,
+                                        " has no bucket ", landing.first));
+      } else {
+        compare.emplace_back(landing.second, said->second);
+      }
+    }
+  }
+  for (const auto& pair : compare) {
+    const transport::Digest here = pair.first->bucket_digest();
+    if (here == pair.second) continue;
+    status = MakeError(
+        absl::StatusCode::kDataLoss, "MANIFEST_MISMATCH",
+        absl::StrCat("bucket ", pair.first->bucket_id(), " of update ",
+                     update_id_, " has digest ", here.ToString(), " on node ",
+                     context_.node, " and ", pair.second.ToString(),
+                     " in the manifest"));
+  }
+  if (!status.ok()) {
+    ReportFailure(status);
+    return;
+  }
+  absl::Status marked = context_.store->MarkWhole(update_id_);
+  if (!marked.ok()) {
+    ReportFailure(marked);
+    return;
+  }
+  round_->verified = true;
+  whole_.store(true, std::memory_order_release);
+  ReportProgress(true);
+  v1::NodeReport report;
+  v1::UpdateVerified* verified = report.mutable_update_verified();
+  verified->set_model(model());
+  verified->set_update_id(update_id_);
+  *verified->mutable_epoch() = round_->command.epoch();
+  verified->set_received_bytes(progress_sent_);
+  verified->set_repaired_frames(RepairedFrames());
+  context_.report(std::move(report));
+}
+
+void NodeUpdate::ReportProgress(bool last) {
+  int64_t received = 0;
+  int64_t needed = 0;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (int32_t bucket : received_) {
+      auto count = counts_.find(bucket);
+      if (count == counts_.end()) continue;
+      received += count->second->ready_bytes();
+      needed += count->second->size();
+    }
+  }
+  next_progress_ = absl::Now() + context_.report_interval;
+  const bool news = received != progress_sent_;
+  progress_sent_ = received;
+  if (!news || (needed == 0 && !last)) return;
+  v1::NodeReport report;
+  v1::UpdateProgress* progress = report.mutable_update_progress();
+  progress->set_model(model());
+  progress->set_update_id(update_id_);
+  progress->set_received_bytes(received);
+  progress->set_needed_bytes(needed);
+  progress->set_repaired_frames(RepairedFrames());
+  context_.report(std::move(report));
+}
+
+void NodeUpdate::ReportFailure(const absl::Status& status) {
+  const std::string edge = transport::EdgeOf(status).value_or("");
+  // Both Wait and on_edge_failed tell of an edge.
+  if (!round_->blamed.insert(edge.empty() ? transport::ReasonOf(status) : edge)
+           .second) {
+    return;
+  }
+  LOG(WARNING) << "Update " << update_id_ << " of " << model() << ": "
+               << status;
+  v1::NodeReport report;
+  v1::UpdateVerified* verified = report.mutable_update_verified();
+  verified->set_model(model());
+  verified->set_update_id(update_id_);
+  *verified->mutable_epoch() = round_->command.epoch();
+  *verified->mutable_failure() = ToFailure(status);
+  std::vector<std::string> ends = absl::StrSplit(edge, "->");
+  if (ends.size() == 2) {
+    verified->set_edge_from(ends[0]);
+    verified->set_edge_to(ends[1]);
+  }
+  verified->set_repaired_frames(RepairedFrames());
+  context_.report(std::move(report));
+}
+
+int64_t NodeUpdate::RepairedFrames() const {
+  int64_t repaired = repaired_before_;
+  if (round_ == nullptr) return repaired;
+  for (const auto& flow : round_->flows) {
+    if (flow->group == nullptr) continue;
+    for (const transport::PeerProgress& peer : flow->group->Progress().peers) {
+      if (peer.upstream) repaired += peer.repaired_frames;
+    }
+  }
+  return repaired;
+}
+
+// ---- The end ----
+
+void NodeUpdate::Finish() {
+  absl::Status why;
+  bool committed = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (!ended_) {
+      // A dry run that nobody ended.
+      ended_ = true;
+      why_ = MakeError(absl::StatusCode::kAborted, "UPDATE_ENDED",
+                       "a dry run has ended");
+    }
+    why = why_;
+    committed = committed_;
+  }
+  if (committed && round_ != nullptr) {
+    absl::MutexLock lock(&mutex_);
+    Round* round = round_.get();
+    auto at_rest = [this, round]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return !round->move ||
+             std::all_of(round->flows.begin(), round->flows.end(),
+                         [](const std::unique_ptr<FlowRun>& flow) {
+                           return flow->done;
+                         });
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&at_rest), kLeaveTogether);
+  }
+  CloseRound(why);
+
+  std::map<int32_t, std::unique_ptr<FrameCount>> counts;
+  std::vector<StorePin> pins;
+  {
+    absl::MutexLock lock(&mutex_);
+    // They look at cancel_ before every bucket.
+    auto idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return snapshots_ == 0;
+    };
+    mutex_.Await(absl::Condition(&idle));
+    counts.swap(counts_);
+    pins.swap(pins_);
+  }
+  for (const auto& count : counts) count.second->Stop();
+  counts.clear();
+  {
+    absl::MutexLock lock(&mutex_);
+    landings_.clear();
+  }
+  bool keep = committed;
+  if (keep) {
+    absl::Status status = context_.store->Commit(update_id_);
+    if (!status.ok()) {
+      LOG(ERROR) << "Update " << update_id_ << " of " << model()
+                 << " was committed, but is not kept here: " << status;
+      keep = false;
+    }
+  }
+  if (!keep) context_.store->Drop(update_id_);
+  pins.clear();
+  finished_.store(true, std::memory_order_release);
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,663 @@
+#include "daemon/node/store.h"
+
+#include <algorithm>
+
+#include "absl/random/random.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "glog/logging.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace daemon {
+
+namespace {
+
+// The incoming update beside the installed one.
+constexpr int kLeastCopies = 2;
+
+using transport::MakeError;
+
+absl::Status NoStoreRoom(absl::string_view sentence) {
+  return MakeError(absl::StatusCode::kResourceExhausted, "NO_STORE_ROOM",
+                   sentence);
+}
+
+absl::Status UpdateUnknown(const std::string& update_id) {
+  return MakeError(
+      absl::StatusCode::kNotFound, "UPDATE_UNKNOWN",
+      absl::StrCat("the store has no update ", update_id,
+                   "; it never came here, was given up or evicted"));
+}
+
+absl::Status UpdateIncomplete(const std::string& update_id) {
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, "UPDATE_INCOMPLETE",
+      absl::StrCat("update ", update_id, " is not whole in this node's store"));
+}
+
+// Room for the rounding of buckets and pieces, which those who count tensor
+// bytes leave out.
+int64_t Slack(int64_t bytes) { return bytes / 256 + (int64_t{256} << 10); }
+
+}  // namespace
+
+StorePin& StorePin::operator=(StorePin&& other) noexcept {
+  if (this != &other) {
+    Release();
+    store_ = std::exchange(other.store_, nullptr);
+    update_id_ = std::move(other.update_id_);
+  }
+  return *this;
+}
+
+void StorePin::Release() {
+  if (store_ != nullptr) std::exchange(store_, nullptr)->Unpin(update_id_);
+}
+
+int64_t Store::Entry::bytes() const {
+  int64_t sum = 0;
+  for (const auto& bucket : buckets) {
+    sum += ArenaSpace::Aligned(bucket.second.bytes);
+  }
+  return sum;
+}
+
+Store::Store(Options options, transport::Memory* memory, Observer* observer)
+    : options_(options),
+      arena_prefix_(absl::StrCat(
+          "store-",
+          absl::Hex(absl::Uniform<uint64_t>(absl::BitGen()), absl::kZeroPad16),
+          "-")),
+      memory_(memory),
+      observer_(observer) {}
+
+Store::~Store() {
+  absl::MutexLock lock(&mutex_);
+  for (const auto& entry : entries_) {
+    LOG_IF(DFATAL, entry.second.pins > 0)
+        << "update " << entry.first << " is pinned while the store ends";
+  }
+}
+
+void Store::RunDeferred() {
+  // notify_mutex_ first: a caller returns only after the events of everybody
+  // before it were told, so that an arena is known before anything names it.
+  absl::MutexLock notify(&notify_mutex_);
+  Deferred todo;
+  {
+    absl::MutexLock lock(&mutex_);
+    std::swap(todo, deferred_);
+  }
+  if (observer_ == nullptr) return;
+  for (const Deferred::Event& event : todo.events) {
+    switch (event.kind) {
+      case Deferred::Event::Kind::kAdded:
+        observer_->OnArenaAdded(event.arena_id);
+        break;
+      case Deferred::Event::Kind::kDropped:
+        observer_->OnArenaDropped(event.arena_id);
+        break;
+      case Deferred::Event::Kind::kEvicted:
+        observer_->OnUpdateEvicted(event.model, event.update_id);
+        break;
+    }
+  }
+}
+
+// ---- Room, ahead of time ----
+
+absl::Status Store::ReserveFor(const std::string& model, int64_t update_bytes) {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    status = ReserveForLocked(model, update_bytes);
+  }
+  RunDeferred();
+  return status;
+}
+
+absl::Status Store::ReserveForLocked(const std::string& model,
+                                     int64_t update_bytes) {
+  if (update_bytes <= 0) return absl::OkStatus();
+  auto found = update_bytes_.find(model);
+  const int64_t before = found == update_bytes_.end() ? 0 : found->second;
+  if (update_bytes > before) {
+    const int64_t others = PromisedBytes(kLeastCopies) - kLeastCopies * before;
+    if (update_bytes > (options_.budget_bytes - others) / kLeastCopies) {
+      return NoStoreRoom(
+          absl::StrCat("one update of ", model, " takes ", update_bytes,
+                       " bytes on this node, and two must fit into the store; "
+                       "its budget is ",
+                       options_.budget_bytes, " bytes, of which ", others,
+                       " are promised to other models; raise "
+                       "--store_budget_bytes to at least ",
+                       others + kLeastCopies * update_bytes));
+    }
+    update_bytes_[model] = update_bytes;
+  }
+
+  const int copies = std::max(kLeastCopies, options_.keep_updates);
+  while (true) {
+    const int64_t goal = std::min(PromisedBytes(copies), options_.budget_bytes);
+    if (reserved_bytes_ >= goal) return absl::OkStatus();
+    if (growing_) {
+      auto grown = [this]()
+                       ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !growing_; };
+      mutex_.Await(absl::Condition(&grown));
+      continue;
+    }
+    // One arena for each update: it then lies in one piece. Slack comes out of
+    // what nobody was promised.
+    const int64_t spare =
+        std::max(int64_t{0}, options_.budget_bytes - PromisedBytes(copies)) /
+        (copies * static_cast<int64_t>(update_bytes_.size()));
+    const int64_t wanted = update_bytes_[model];
+    const int64_t bytes =
+        std::min(ArenaSpace::Aligned(wanted) + std::min(Slack(wanted), spare),
+                 options_.budget_bytes - reserved_bytes_);
+    absl::Status status = Grow(bytes);
+    if (!status.ok()) {
+      if (before == 0) {
+        update_bytes_.erase(model);
+      } else {
+        update_bytes_[model] = before;
+      }
+      DropFreeArenas(PromisedBytes(copies));
+      return status;
+    }
+  }
+}
+
+void Store::Forget(const std::string& model) {
+  {
+    absl::MutexLock lock(&mutex_);
+    update_bytes_.erase(model);
+    std::vector<std::string> ids;
+    for (const auto& entry : entries_) {
+      if (entry.second.layout->model == model) ids.push_back(entry.first);
+    }
+    for (const std::string& id : ids) DropLocked(id);
+    newest_.erase(model);
+    DropFreeArenas(
+        PromisedBytes(std::max(kLeastCopies, options_.keep_updates)));
+  }
+  RunDeferred();
+}
+
+absl::Status Store::Grow(int64_t bytes) {
+  growing_ = true;
+  reserved_bytes_ += bytes;
+  const std::string id = absl::StrCat(arena_prefix_, next_arena_++);
+  mutex_.Unlock();
+
+  transport::AllocateOptions options;
+  options.name = id;
+  options.generation_slots = ArenaSpace::kGenerationSlots;
+  options.others_read_only = true;
+  auto segment = memory_->Allocate(bytes, options);
+
+  mutex_.Lock();
+  growing_ = false;
+  reserved_bytes_ -= bytes;
+  if (!segment.ok()) return segment.status();
+  arenas_.push_back(std::make_unique<ArenaSpace>(id, *std::move(segment)));
+  reserved_bytes_ += arenas_.back()->capacity();
+  Deferred::Event event;
+  event.kind = Deferred::Event::Kind::kAdded;
+  event.arena_id = id;
+  deferred_.events.push_back(std::move(event));
+  return absl::OkStatus();
+}
+
+void Store::DropFreeArenas(int64_t keep_bytes) {
+  for (size_t i = arenas_.size(); i-- > 0;) {
+    if (arenas_[i]->used() > 0 ||
+        reserved_bytes_ - arenas_[i]->capacity() < keep_bytes) {
+      continue;
+    }
+    reserved_bytes_ -= arenas_[i]->capacity();
+    Deferred::Event event;
+    event.kind = Deferred::Event::Kind::kDropped;
+    event.arena_id = arenas_[i]->id();
+    deferred_.events.push_back(std::move(event));
+    deferred_.arenas.push_back(std::move(arenas_[i]));
+    arenas_.erase(arenas_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+int64_t Store::PromisedBytes(int copies) const {
+  int64_t sum = 0;
+  for (const auto& model : update_bytes_) sum += copies * model.second;
+  return sum;
+}
+
+// ---- Updates ----
+
+absl::StatusOr<std::vector<BucketRoom>> Store::Reserve(
+    const std::string& update_id, int64_t version,
+    std::shared_ptr<const NodeLayout> layout,
+    const std::vector<int32_t>& buckets) {
+  absl::StatusOr<std::vector<BucketRoom>> rooms;
+  {
+    absl::MutexLock lock(&mutex_);
+    rooms = ReserveLocked(update_id, version, std::move(layout), buckets);
+    // Do not remember an update that got nothing.
+    auto it = entries_.find(update_id);
+    if (!rooms.ok() && it != entries_.end() && it->second.buckets.empty() &&
+        it->second.pins == 0) {
+      entries_.erase(it);
+    }
+  }
+  RunDeferred();
+  return rooms;
+}
+
+absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
+    const std::string& update_id, int64_t version,
+    std::shared_ptr<const NodeLayout> layout,
+    const std::vector<int32_t>& buckets) {
+  if (entries_.count(update_id) == 0) {
+    Entry& entry = entries_[update_id];
+    entry.update_id = update_id;
+    entry.version = version;
+    entry.layout = layout;
+    entry.order = next_order_++;
+  }
+  bool evicting = false;
+  while (true) {
+    // Looked up again each time: Grow lets go of the lock.
+    Entry* entry = Find(update_id);
+    if (entry == nullptr) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "UPDATE_ENDED",
+                       absl::StrCat("update ", update_id, " was given up"));
+    }
+    if (entry->layout->id != layout->id) {
+      return MakeError(absl::StatusCode::kFailedPrecondition,
+                       "UPDATE_LAYOUT_MISMATCH",
+                       absl::StrCat("update ", update_id, " has layout ",
+                                    entry->layout->id, ", not ", layout->id));
+    }
+    std::vector<int32_t> missing;
+    for (int32_t bucket : buckets) {
+      if (entry->buckets.count(bucket) == 0) missing.push_back(bucket);
+    }
+    const int64_t lacking = Carve(entry, missing);
+    if (lacking == 0) {
+      std::vector<BucketRoom> rooms;
+      rooms.reserve(buckets.size());
+      for (int32_t bucket : buckets) {
+        const Extent& extent = entry->buckets[bucket];
+        BucketRoom room;
+        room.bucket = bucket;
+        if (extent.bytes > 0) {
+          room.data =
+              absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
+                             static_cast<size_t>(extent.bytes));
+        }
+        rooms.push_back(room);
+      }
+      return rooms;
+    }
+
+    int64_t needed = 0;
+    for (int32_t bucket : missing) {
+      needed += ArenaSpace::Aligned(layout->bucket_bytes(bucket));
+    }
+    const int64_t pinned = PinnedBytes();
+    if (needed > options_.budget_bytes - pinned) {
+      return NoStoreRoom(absl::StrCat(
+          "update ", update_id, " (version ", version, " of ", layout->model,
+          ") needs ", needed, " bytes; the store's budget is ",
+          options_.budget_bytes, " bytes, of which ", pinned, " are pinned (",
+          PinnedNames(), "); raise --store_budget_bytes to at least ",
+          pinned + needed));
+    }
+    if (growing_) {
+      // Perhaps for us.
+      auto grown = [this]()
+                       ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !growing_; };
+      mutex_.Await(absl::Condition(&grown));
+      continue;
+    }
+    if (EvictOldest("")) {
+      evicting = true;
+      continue;
+    }
+    if (reserved_bytes_ + lacking > options_.budget_bytes) {
+      // Enough bytes, in pieces too small: empty arenas make room for one of
+      // the right size.
+      DropFreeArenas(std::max(int64_t{0}, options_.budget_bytes - lacking));
+    }
+    if (reserved_bytes_ + lacking > options_.budget_bytes) {
+      return NoStoreRoom(absl::StrCat(
+          "update ", update_id, " (version ", version, " of ", layout->model,
+          ") needs ", needed, " bytes, of which ", lacking,
+          " do not fit between what is pinned (", PinnedNames(),
+          ") although the store's budget is ", options_.budget_bytes,
+          " bytes; raise --store_budget_bytes by ", lacking));
+    }
+    LOG(INFO) << "The store grows by " << lacking << " bytes for update "
+              << update_id << (evicting ? ", after evicting others" : "");
+    absl::Status status = Grow(ArenaSpace::Aligned(lacking));
+    if (!status.ok()) return status;
+  }
+}
+
+int64_t Store::Carve(Entry* entry, const std::vector<int32_t>& buckets) {
+  int64_t lacking = 0;
+  std::map<int32_t, Extent> got;
+  std::map<ArenaSpace*, int> slots;
+  for (int32_t bucket : buckets) {
+    Extent extent;
+    extent.bytes = entry->layout->bucket_bytes(bucket);
+    if (extent.bytes == 0) {
+      got[bucket] = extent;
+      continue;
+    }
+    for (const auto& arena : arenas_) {
+      ArenaSpace* space = arena.get();
+      if (entry->slots.count(space) == 0 && slots.count(space) == 0) {
+        if (space->used() + ArenaSpace::Aligned(extent.bytes) >
+            space->capacity()) {
+          continue;
+        }
+        absl::optional<int> slot = space->TakeSlot();
+        if (!slot.has_value()) continue;
+        slots[space] = *slot;
+      }
+      absl::optional<int64_t> offset = space->Allocate(extent.bytes);
+      if (!offset.has_value()) continue;
+      extent.arena = space;
+      extent.offset = *offset;
+      break;
+    }
+    if (extent.arena == nullptr) {
+      lacking += ArenaSpace::Aligned(extent.bytes);
+    } else {
+      got[bucket] = extent;
+    }
+  }
+  if (lacking > 0) {
+    for (const auto& bucket : got) {
+      const Extent& extent = bucket.second;
+      if (extent.arena != nullptr) {
+        extent.arena->Free(extent.offset, extent.bytes);
+      }
+    }
+    for (const auto& slot : slots) slot.first->ReturnSlot(slot.second);
+    return lacking;
+  }
+  entry->buckets.insert(got.begin(), got.end());
+  entry->slots.insert(slots.begin(), slots.end());
+  return 0;
+}
+
+absl::Status Store::MarkWhole(const std::string& update_id) {
+  absl::MutexLock lock(&mutex_);
+  Entry* entry = Find(update_id);
+  if (entry == nullptr) return UpdateUnknown(update_id);
+  if (entry->state == Entry::State::kIncoming) {
+    entry->state = Entry::State::kWhole;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Store::Commit(const std::string& update_id) {
+  {
+    absl::MutexLock lock(&mutex_);
+    Entry* entry = Find(update_id);
+    if (entry == nullptr) return UpdateUnknown(update_id);
+    if (entry->state == Entry::State::kIncoming) {
+      return UpdateIncomplete(update_id);
+    }
+    if (entry->state == Entry::State::kCommitted) return absl::OkStatus();
+    entry->state = Entry::State::kCommitted;
+    entry->order = next_order_++;
+    newest_[entry->layout->model] = update_id;
+    EnforceKeep(entry->layout->model);
+  }
+  RunDeferred();
+  return absl::OkStatus();
+}
+
+void Store::Drop(const std::string& update_id, bool committed_too) {
+  {
+    absl::MutexLock lock(&mutex_);
+    Entry* entry = Find(update_id);
+    if (entry == nullptr) return;
+    if (entry->state == Entry::State::kCommitted && !committed_too) return;
+    DropLocked(update_id);
+  }
+  RunDeferred();
+}
+
+void Store::DropLocked(const std::string& update_id) {
+  auto it = entries_.find(update_id);
+  if (it == entries_.end()) return;
+  Entry& entry = it->second;
+  entry.dropped = true;
+  auto newest = newest_.find(entry.layout->model);
+  if (newest != newest_.end() && newest->second == update_id) {
+    newest_.erase(newest);
+  }
+  if (entry.pins == 0) FreeEntry(update_id);
+}
+
+absl::StatusOr<StorePin> Store::Pin(const std::string& update_id) {
+  absl::MutexLock lock(&mutex_);
+  Entry* entry = Find(update_id);
+  if (entry == nullptr) return UpdateUnknown(update_id);
+  ++entry->pins;
+  return StorePin(this, update_id);
+}
+
+void Store::Unpin(const std::string& update_id) {
+  {
+    absl::MutexLock lock(&mutex_);
+    auto it = entries_.find(update_id);
+    if (it == entries_.end()) return;
+    const std::string model = it->second.layout->model;
+    if (--it->second.pins > 0) return;
+    if (it->second.dropped) {
+      FreeEntry(update_id);
+    } else {
+      EnforceKeep(model);
+    }
+  }
+  RunDeferred();
+}
+
+absl::StatusOr<LocatedUpdate> Store::Locate(
+    const std::string& update_id, const std::vector<int32_t>& buckets) {
+  absl::MutexLock lock(&mutex_);
+  Entry* entry = Find(update_id);
+  if (entry == nullptr) return UpdateUnknown(update_id);
+  if (entry->state == Entry::State::kIncoming) {
+    return UpdateIncomplete(update_id);
+  }
+  LocatedUpdate located;
+  located.layout = entry->layout;
+  located.buckets.reserve(buckets.size());
+  for (int32_t bucket : buckets) {
+    auto it = entry->buckets.find(bucket);
+    if (it == entry->buckets.end()) {
+      return MakeError(absl::StatusCode::kNotFound, "BUCKET_UNKNOWN",
+                       absl::StrCat("this node's store has no bucket ", bucket,
+                                    " of update ", update_id));
+    }
+    const Extent& extent = it->second;
+    v1::BucketLocation location;
+    location.set_bucket(bucket);
+    v1::SlotLocation* slot = location.mutable_slot();
+    slot->set_size_bytes(extent.bytes);
+    if (extent.arena != nullptr) {
+      const int index = entry->slots.at(extent.arena);
+      slot->set_arena_id(extent.arena->id());
+      slot->set_offset_bytes(extent.offset);
+      slot->set_generation_slot(index);
+      slot->set_generation(extent.arena->segment()->Generation(index));
+    }
+    located.buckets.push_back(std::move(location));
+  }
+  ++entry->pins;
+  located.pin = StorePin(this, update_id);
+  return located;
+}
+
+bool Store::Holds(const std::string& update_id,
+                  const std::vector<int32_t>& buckets) const {
+  absl::MutexLock lock(&mutex_);
+  const Entry* entry = Find(update_id);
+  if (entry == nullptr || entry->state == Entry::State::kIncoming) return false;
+  for (int32_t bucket : buckets) {
+    if (entry->buckets.count(bucket) == 0) return false;
+  }
+  return true;
+}
+
+Store::Entry* Store::Find(const std::string& update_id) {
+  auto it = entries_.find(update_id);
+  return it == entries_.end() || it->second.dropped ? nullptr : &it->second;
+}
+
+const Store::Entry* Store::Find(const std::string& update_id) const {
+  auto it = entries_.find(update_id);
+  return it == entries_.end() || it->second.dropped ? nullptr : &it->second;
+}
+
+bool Store::Evictable(const Entry& entry) const {
+  if (entry.state != Entry::State::kCommitted || entry.pins > 0) return false;
+  auto newest = newest_.find(entry.layout->model);
+  return newest == newest_.end() || newest->second != entry.update_id;
+}
+
+bool Store::EvictOldest(const std::string& model) {
+  const Entry* oldest = nullptr;
+  for (const auto& entry : entries_) {
+    if (!Evictable(entry.second)) continue;
+    if (!model.empty() && entry.second.layout->model != model) continue;
+    if (oldest == nullptr || entry.second.order < oldest->order) {
+      oldest = &entry.second;
+    }
+  }
+  if (oldest == nullptr) return false;
+  Deferred::Event event;
+  event.kind = Deferred::Event::Kind::kEvicted;
+  event.model = oldest->layout->model;
+  event.update_id = oldest->update_id;
+  deferred_.events.push_back(event);
+  FreeEntry(event.update_id);
+  return true;
+}
+
+void Store::EnforceKeep(const std::string& model) {
+  int committed = 0;
+  for (const auto& entry : entries_) {
+    if (entry.second.layout->model == model && !entry.second.dropped &&
+        entry.second.state == Entry::State::kCommitted) {
+      ++committed;
+    }
+  }
+  while (committed > std::max(1, options_.keep_updates) && EvictOldest(model)) {
+    --committed;
+  }
+}
+
+void Store::FreeEntry(const std::string& update_id) {
+  auto it = entries_.find(update_id);
+  // The generation moves on before the bytes can be given to anybody else.
+  for (const auto& slot : it->second.slots) {
+    slot.first->ReturnSlot(slot.second);
+  }
+  for (const auto& bucket : it->second.buckets) {
+    const Extent& extent = bucket.second;
+    if (extent.arena != nullptr)
+      extent.arena->Free(extent.offset, extent.bytes);
+  }
+  const bool forgotten = update_bytes_.count(it->second.layout->model) == 0;
+  entries_.erase(it);
+  if (forgotten) {
+    DropFreeArenas(
+        PromisedBytes(std::max(kLeastCopies, options_.keep_updates)));
+  }
+}
+
+int64_t Store::PinnedBytes() const {
+  int64_t sum = 0;
+  for (const auto& entry : entries_) {
+    if (!Evictable(entry.second)) sum += entry.second.bytes();
+  }
+  return sum;
+}
+
+std::string Store::PinnedNames() const {
+  std::vector<std::string> names;
+  for (const auto& item : entries_) {
+    const Entry& entry = item.second;
+    if (Evictable(entry) || entry.buckets.empty()) continue;
+    const char* why = entry.dropped ? "ended, in use"
+                      : entry.state != Entry::State::kCommitted ? "incoming"
+                      : entry.pins > 0                          ? "in use"
+                                                                : "newest";
+    names.push_back(absl::StrCat(entry.layout->model, " update ",
+                                 entry.update_id, ", ", why, ", ",
+                                 entry.bytes()));
+  }
+  return names.empty() ? "by nothing" : absl::StrJoin(names, "; ");
+}
+
+std::vector<v1::HeldUpdate> Store::HeldUpdates() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<const Entry*> whole;
+  for (const auto& entry : entries_) {
+    if (!entry.second.dropped &&
+        entry.second.state != Entry::State::kIncoming) {
+      whole.push_back(&entry.second);
+    }
+  }
+  std::sort(whole.begin(), whole.end(),
+            [](const Entry* a, const Entry* b) { return a->order > b->order; });
+  std::vector<v1::HeldUpdate> held;
+  held.reserve(whole.size());
+  for (const Entry* entry : whole) {
+    v1::HeldUpdate update;
+    update.set_model(entry->layout->model);
+    update.set_update_id(entry->update_id);
+    update.set_version(entry->version);
+    update.set_layout_id(entry->layout->id);
+    held.push_back(std::move(update));
+  }
+  return held;
+}
+
+// ---- Arenas and accounting ----
+
+std::vector<std::string> Store::ArenaIds() const {
+  absl::MutexLock lock(&mutex_);
+  std::vector<std::string> ids;
+  ids.reserve(arenas_.size());
+  for (const auto& arena : arenas_) ids.push_back(arena->id());
+  return ids;
+}
+
+std::shared_ptr<const transport::Segment> Store::FindArena(
+    const std::string& arena_id) const {
+  absl::MutexLock lock(&mutex_);
+  for (const auto& arena : arenas_) {
+    if (arena->id() == arena_id) return arena->segment();
+  }
+  return nullptr;
+}
+
+void Store::FillMemoryUse(v1::MemoryUse* use) const {
+  absl::MutexLock lock(&mutex_);
+  int64_t used = 0;
+  for (const auto& arena : arenas_) used += arena->used();
+  use->set_store_budget_bytes(options_.budget_bytes);
+  use->set_store_reserved_bytes(reserved_bytes_);
+  use->set_store_used_bytes(used);
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,299 @@
+// The node's store: buckets of updates, once for all workers of the node, in
+// shared memory that the workers map read-only.
+//
+// Memory comes in arenas that are reserved and faulted in when a trainer or a
+// worker registers (ReserveFor), mapped once by everybody and used again for
+// update after update: a fresh page costs ten times as much as a warm one.
+//
+// An update in the store:
+//   Reserve        room for buckets; the update is INCOMING and pinned
+//   MarkWhole      its bytes are complete and verified; workers may be pointed
+//                  at them
+//   Commit         it is the model's newest; the one before may be evicted
+//   Drop / evicted its extents are free; their generation is bumped before
+//                  anybody else may write there, so that a late reader notices
+//                  (all extents of an update in one arena share a generation
+//                  slot)
+//
+// Room is made by evicting, oldest first, committed updates that are not
+// pinned. Pinned are: INCOMING updates, the newest committed update of each
+// model, and what a StorePin holds (an update that a worker is copying from).
+// If that does not suffice, Reserve refuses with the sums.
+
+#ifndef WEIGHTSYNC_DAEMON_NODE_STORE_H_
+#define WEIGHTSYNC_DAEMON_NODE_STORE_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "daemon/node/arena_space.h"
+#include "daemon/node/layouts.h"
+#include "transport/memory.h"
+#include "weightsync/v1/admin.pb.h"
+#include "weightsync/v1/node.pb.h"
+#include "weightsync/v1/replica.pb.h"
+
+namespace weightsync {
+namespace daemon {
+
+class Store;
+
+// Keeps an update's extents where they are. Movable; the store outlives it.
+// Releasing may free the update, when it was dropped meanwhile.
+class StorePin {
+ public:
+  StorePin() = default;
+  StorePin(StorePin&& other) noexcept { *this = std::move(other); }
+  StorePin& operator=(StorePin&& other) noexcept;
+  ~StorePin() { Release(); }
+
+  bool held() const { return store_ != nullptr; }
+  void Release();
+
+ private:
+  friend class Store;
+  StorePin(Store* store, std::string update_id)
+      : store_(store), update_id_(std::move(update_id)) {}
+
+  Store* store_ = nullptr;
+  std::string update_id_;
+};
+
+// Where the buckets of an update lie, for one apply. Offsets count from the
+// first usable byte of the arena (Segment::data()).
+struct LocatedUpdate {
+  std::shared_ptr<const NodeLayout> layout;
+  std::vector<v1::BucketLocation> buckets;
+  // Hold it until the worker has answered or is gone.
+  StorePin pin;
+};
+
+// A bucket's memory, valid while its update is pinned.
+struct BucketRoom {
+  int32_t bucket = 0;
+  absl::Span<char> data;
+};
+
+class Store {
+ public:
+  struct Options {
+    // Usable bytes of all arenas together.
+    int64_t budget_bytes = 0;
+    // Committed updates of one model that stay while there is room; at least 1.
+    int keep_updates = 2;
+  };
+
+  // Told of what the service must pass on. Called without the store's lock, one
+  // call at a time, on whatever thread caused it; must not call the store's
+  // methods that change it.
+  class Observer {
+   public:
+    virtual ~Observer() = default;
+    // Offer it to the workers (Memory::Export, read-only) before an update
+    // names it.
+    virtual void OnArenaAdded(const std::string& arena_id) = 0;
+    // It is unmapped here; workers shall unmap it too.
+    virtual void OnArenaDropped(const std::string& arena_id) = 0;
+    // A committed update was given up to make room.
+    virtual void OnUpdateEvicted(const std::string& model,
+                                 const std::string& update_id) = 0;
+  };
+
+  // `memory` makes the arenas. `observer` may be null. Both outlive the store.
+  Store(Options options, transport::Memory* memory, Observer* observer);
+  // REQUIRES: no StorePin is held and nobody uses a BucketRoom.
+  ~Store();
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  // ---- Room, ahead of time ----
+
+  // Says that one update of `model` takes up to `update_bytes` on this node
+  // (all its ranks and workers together), and faults in what is missing for
+  // max(2, keep_updates) of them, or for as many as the budget allows: the
+  // incoming update stands beside the installed one. Blocks while it does so.
+  // A smaller figure than an earlier one changes nothing.
+  //   RESOURCE_EXHAUSTED (NO_STORE_ROOM): the budget does not allow two updates
+  //   beside what other models have reserved. (NO_MEMORY_FOR_ARENA): the
+  //   machine has not got the memory. Both have the sums; nothing is reserved
+  //   then.
+  absl::Status ReserveFor(const std::string& model, int64_t update_bytes);
+
+  // Nobody on this node has anything to do with `model` any more: its updates
+  // go as soon as their pins allow, and so do arenas that nothing else needs.
+  void Forget(const std::string& model);
+
+  // ---- Updates ----
+
+  // Makes room for those of `buckets` that the update has not got yet, and
+  // answers where all of them are. Evicts, and grows arenas within the budget
+  // (which is slow: ReserveFor should have been called). All or nothing.
+  //   RESOURCE_EXHAUSTED NO_STORE_ROOM (needed, budget, pinned by whom),
+  //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the
+  //   update is there in another layout, or has ended (UPDATE_ENDED).
+  absl::StatusOr<std::vector<BucketRoom>> Reserve(
+      const std::string& update_id, int64_t version,
+      std::shared_ptr<const NodeLayout> layout,
+      const std::vector<int32_t>& buckets);
+
+  // INCOMING -> whole. Idempotent. NOT_FOUND (UPDATE_UNKNOWN).
+  absl::Status MarkWhole(const std::string& update_id);
+
+  // The model's newest from now on. The one before is unpinned, and more than
+  // keep_updates are evicted. NOT_FOUND (UPDATE_UNKNOWN), FAILED_PRECONDITION
+  // (UPDATE_INCOMPLETE) when it was not marked whole.
+  absl::Status Commit(const std::string& update_id);
+
+  // Frees an update that is not committed (or, with `committed_too`, any), now
+  // or when the last pin is released. Unknown ids are fine.
+  void Drop(const std::string& update_id, bool committed_too = false);
+
+  // Keeps whatever state it is in. NOT_FOUND (UPDATE_UNKNOWN).
+  absl::StatusOr<StorePin> Pin(const std::string& update_id);
+
+  // Where `buckets` of a whole update lie, pinned for an apply.
+  //   NOT_FOUND (UPDATE_UNKNOWN: never here, dropped or evicted;
+  //   BUCKET_UNKNOWN: the node did not need this bucket when the update moved),
+  //   FAILED_PRECONDITION (UPDATE_INCOMPLETE).
+  absl::StatusOr<LocatedUpdate> Locate(const std::string& update_id,
+                                       const std::vector<int32_t>& buckets);
+
+  // Whether Locate would succeed.
+  bool Holds(const std::string& update_id,
+             const std::vector<int32_t>& buckets) const;
+
+  // Whole updates, committed or not, newest first.
+  std::vector<v1::HeldUpdate> HeldUpdates() const;
+
+  // ---- Arenas and accounting ----
+
+  // Arenas to offer to a worker that has just come, oldest first.
+  std::vector<std::string> ArenaIds() const;
+  // Shared: the arena stays mapped while somebody exports it. Null if unknown.
+  std::shared_ptr<const transport::Segment> FindArena(
+      const std::string& arena_id) const;
+
+  // Fills store_budget_bytes, store_reserved_bytes and store_used_bytes.
+  void FillMemoryUse(v1::MemoryUse* use) const;
+
+ private:
+  friend class StorePin;
+
+  struct Extent {
+    ArenaSpace* arena = nullptr;
+    int64_t offset = 0;
+    int64_t bytes = 0;
+  };
+
+  struct Entry {
+    enum class State { kIncoming, kWhole, kCommitted };
+
+    std::string update_id;
+    int64_t version = 0;
+    std::shared_ptr<const NodeLayout> layout;
+    State state = State::kIncoming;
+    // Given up; goes with the last pin.
+    bool dropped = false;
+    int pins = 0;
+    // Of the commit, or before it of the first Reserve: grows.
+    uint64_t order = 0;
+    std::map<int32_t, Extent> buckets;
+    std::map<ArenaSpace*, int> slots;
+
+    int64_t bytes() const;
+  };
+
+  // What is to be done once the lock is free: destroying mappings takes long,
+  // and observers may take locks of their own.
+  struct Deferred {
+    struct Event {
+      enum class Kind { kAdded, kDropped, kEvicted };
+      Kind kind;
+      std::string arena_id;
+      std::string model;
+      std::string update_id;
+    };
+    std::vector<Event> events;
+    std::vector<std::unique_ptr<ArenaSpace>> arenas;
+  };
+
+  void RunDeferred() ABSL_LOCKS_EXCLUDED(mutex_, notify_mutex_);
+  void Unpin(const std::string& update_id);
+
+  absl::Status ReserveForLocked(const std::string& model, int64_t update_bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<std::vector<BucketRoom>> ReserveLocked(
+      const std::string& update_id, int64_t version,
+      std::shared_ptr<const NodeLayout> layout,
+      const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Null when unknown or dropped.
+  Entry* Find(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  const Entry* Find(const std::string& update_id) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // Gives the entry extents for `buckets`, all or none. Answers the bytes that
+  // do not fit; 0 when all do.
+  int64_t Carve(Entry* entry, const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // One more arena. Lets go of the lock while memory is faulted in; one at a
+  // time.
+  absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Evictable(const Entry& entry) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // The oldest one that is evictable, of `model` or (when empty) of any. False
+  // when there is none.
+  bool EvictOldest(const std::string& model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void EnforceKeep(const std::string& model)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Gives the entry's extents back. REQUIRES: no pins.
+  void FreeEntry(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropLocked(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops arenas in which nothing lies, down to `keep_bytes` in all.
+  void DropFreeArenas(int64_t keep_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What ReserveFor promised for `copies` updates of every model.
+  int64_t PromisedBytes(int copies) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  int64_t PinnedBytes() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // "models/a update 1f… (newest committed) 1024, …"
+  std::string PinnedNames() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+
+  // Constant after construction.
+  const Options options_;
+  // Workers may outlive a daemon: no arena of this store is called as one of
+  // another.
+  const std::string arena_prefix_;
+  transport::Memory* const memory_;
+  Observer* const observer_;
+
+  // Held while the observer is called; taken before mutex_.
+  absl::Mutex notify_mutex_;
+  mutable absl::Mutex mutex_ ABSL_ACQUIRED_AFTER(notify_mutex_);
+  std::vector<std::unique_ptr<ArenaSpace>> arenas_ ABSL_GUARDED_BY(mutex_);
+  // Sum of the capacities of arenas_ and of the one that is being made.
+  int64_t reserved_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool growing_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t next_arena_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t next_order_ ABSL_GUARDED_BY(mutex_) = 1;
+  std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  // By model.
+  std::map<std::string, std::string> newest_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int64_t> update_bytes_ ABSL_GUARDED_BY(mutex_);
+  Deferred deferred_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_NODE_STORE_H_

@@ -1,0 +1,101 @@
+// What a daemon is told at its start. Flags fill it (daemon/flags); tests fill
+// it by hand.
+
+#ifndef WEIGHTSYNC_DAEMON_OPTIONS_H_
+#define WEIGHTSYNC_DAEMON_OPTIONS_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace weightsync {
+namespace daemon {
+
+inline constexpr char kSoftwareVersion[] = "0.1.0";
+// Of the services for clients and of the stream between daemons.
+inline constexpr int kOldestProtocolVersion = 1;
+inline constexpr int kNewestProtocolVersion = 1;
+
+struct Deadlines {
+  // Of an update; see daemon/coordinator/options.h.
+  absl::Duration gather = absl::Seconds(60);
+  absl::Duration prepare = absl::Seconds(30);
+  absl::Duration progress = absl::Seconds(15);
+  absl::Duration pause = absl::Seconds(60);
+  absl::Duration apply = absl::Seconds(120);
+  absl::Duration resume = absl::Seconds(30);
+  absl::Duration publish = absl::Seconds(120);
+
+  // Of leases.
+  absl::Duration heartbeat_interval = absl::Seconds(1);
+  absl::Duration heartbeat = absl::Seconds(5);
+  absl::Duration node_reconnect_grace = absl::Seconds(5);
+  absl::Duration recovery = absl::Seconds(30);
+
+  // Of calls: how long a registration waits for the coordinator, a call that
+  // reads waits for anything, WaitVersion at most.
+  absl::Duration registration = absl::Seconds(15);
+  absl::Duration call = absl::Seconds(10);
+  absl::Duration wait = absl::Minutes(10);
+  // At the end: until what hangs is cut off.
+  absl::Duration shutdown = absl::Seconds(3);
+};
+
+struct Options {
+  // 1 to 63 of [a-z0-9._-].
+  std::string node;
+  // "host:port", numeric or "localhost"; port 0 takes a free one. May be empty.
+  std::vector<std::string> listen;
+  // Path. Its descriptors are handed over at the path + ".fd".
+  std::string unix_socket;
+  // Allows addresses that other machines can reach, without TLS.
+  bool insecure = false;
+
+  // "host:port" or "unix:path" of the coordinator; empty: this daemon is its
+  // own.
+  std::string coordinator_address;
+
+  // Where other nodes send weights to: a numeric address of this machine.
+  std::string data_address = "127.0.0.1";
+  // Ports for it; 0 and 0: the kernel chooses.
+  int data_port_first = 0;
+  int data_port_last = 0;
+
+  // Journal and identity; made when missing.
+  std::string state_dir;
+  // Written when the daemon serves, removed at its end; empty: none.
+  std::string ready_file;
+
+  // 0: half of the memory that is there at the start.
+  int64_t store_budget_bytes = 0;
+  int64_t bucket_bytes = int64_t{256} << 20;
+  int keep_updates = 2;
+  // 0: as many as there are processors, at most 8.
+  int copy_threads = 0;
+
+  // For the topology: zone=…, rack=….
+  std::map<std::string, std::string> labels;
+
+  int apply_attempts = 3;
+  int max_reconfigurations = 3;
+
+  Deadlines deadlines;
+};
+
+// Where a daemon serves, once it does.
+struct Addresses {
+  // "host:port" with the ports that were taken, in the order of
+  // Options::listen.
+  std::vector<std::string> listen;
+  std::string unix_socket;
+  std::string descriptor_socket;
+  std::string data_address;
+};
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_OPTIONS_H_

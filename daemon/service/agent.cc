@@ -1,0 +1,280 @@
+#include "daemon/service/agent.h"
+
+#include <fstream>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "daemon/service/answer.h"
+#include "glog/logging.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+// A model whose last client has left keeps its place in the store for so long.
+constexpr absl::Duration kStoreLinger = absl::Minutes(10);
+
+Mover::Options MoverOptions(const Options& options,
+                            std::function<void(v1::NodeReport)> report) {
+  Mover::Options mover;
+  mover.node = options.node;
+  mover.report = std::move(report);
+  mover.progress_timeout = options.deadlines.progress;
+  mover.prepare_timeout = options.deadlines.prepare;
+  return mover;
+}
+
+Store::Options StoreOptions(const Options& options) {
+  Store::Options store;
+  store.budget_bytes = options.store_budget_bytes;
+  store.keep_updates = options.keep_updates;
+  return store;
+}
+
+NodeLink::Options LinkOptions(const Options& options,
+                              const std::string& coordinator) {
+  NodeLink::Options link;
+  link.coordinator = coordinator;
+  link.heartbeat_interval = options.deadlines.heartbeat_interval;
+  link.heartbeat_timeout = options.deadlines.heartbeat;
+  return link;
+}
+
+// Resident bytes that are not shared memory: arenas are.
+int64_t ResidentBytes() {
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  int64_t kib = 0;
+  while (std::getline(status, line)) {
+    absl::string_view rest = line;
+    int64_t value;
+    if ((absl::ConsumePrefix(&rest, "RssAnon:") ||
+         absl::ConsumePrefix(&rest, "RssFile:")) &&
+        absl::SimpleAtoi(
+            absl::StripSuffix(absl::StripAsciiWhitespace(rest), " kB"),
+            &value)) {
+      kib += value;
+    }
+  }
+  return kib * 1024;
+}
+
+}  // namespace
+
+Agent::Agent(const Options& options, Parts parts)
+    : options_(options),
+      parts_(std::move(parts)),
+      incarnation_(RandomId()),
+      layouts_(options_.node),
+      store_(StoreOptions(options_), parts_.memory, this),
+      mover_(MoverOptions(options_,
+                          [this](v1::NodeReport report) {
+                            loop_.Post(
+                                [this, report = std::move(report)]() mutable {
+                                  link_.Report(std::move(report));
+                                });
+                          }),
+             &layouts_, &store_, parts_.memory, parts_.groups),
+      link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
+      room_(&store_, &loop_, &reserving_, kStoreLinger),
+      context_{&options_, &loop_,  &data_,        &reserving_,
+               &copies_,  &link_,  &layouts_,     &store_,
+               &room_,    &mover_, parts_.memory, parts_.processes},
+      trainers_(&context_),
+      replicas_(&context_),
+      cluster_id_(parts_.cluster_id),
+      last_check_(absl::Now()) {}
+
+Agent::~Agent() {
+  Shutdown();
+  StopLoops();
+}
+
+void Agent::Start(std::shared_ptr<grpc::Channel> coordinator) {
+  started_ = true;
+  link_.Start(std::move(coordinator));
+  loop_.Post([this] { CheckLeases(); });
+}
+
+void Agent::Shutdown() {
+  if (shut_down_) return;
+  shut_down_ = true;
+  absl::Notification ended;
+  loop_.Post([this, &ended] {
+    trainers_.EndAll(ShuttingDown());
+    replicas_.EndAll(ShuttingDown());
+    ended.Notify();
+  });
+  ended.WaitForNotification();
+  if (started_) link_.Stop();
+  mover_.Shutdown();
+  data_.Stop();
+  copies_.Stop();
+  // Frees the memory of the sessions that were ended.
+  reserving_.Stop();
+}
+
+void Agent::StopLoops() { loop_.Stop(); }
+
+v1::Hello Agent::MakeHello() {
+  v1::Hello hello;
+  hello.set_node(options_.node);
+  hello.set_incarnation(incarnation_);
+  hello.set_protocol_version(kNewestProtocolVersion);
+  hello.set_software_version(kSoftwareVersion);
+  hello.set_cluster_id(cluster_id_);
+  hello.set_newest_term(newest_term_);
+  hello.set_data_address(parts_.groups->address());
+  for (const auto& label : options_.labels)
+    (*hello.mutable_labels())[label.first] = label.second;
+  *hello.mutable_memory() = MemoryUse();
+  for (v1::HeldUpdate& held : store_.HeldUpdates())
+    *hello.add_held_updates() = std::move(held);
+  return hello;
+}
+
+v1::NodeHeartbeat Agent::MakeHeartbeat() {
+  v1::NodeHeartbeat heartbeat;
+  *heartbeat.mutable_memory() = MemoryUse();
+  return heartbeat;
+}
+
+v1::MemoryUse Agent::MemoryUse() {
+  v1::MemoryUse use;
+  store_.FillMemoryUse(&use);
+  use.set_trainer_arena_bytes(trainers_.arena_bytes());
+  use.set_resident_bytes(ResidentBytes());
+  return use;
+}
+
+void Agent::OnWelcome(const v1::Welcome& welcome) {
+  ++losses_;
+  const absl::Status status = parts_.welcomed(welcome);
+  LOG_IF(ERROR, !status.ok()) << status;
+  cluster_id_ = welcome.cluster_id();
+  mover_.SetClusterId(cluster_id_);
+  if (welcome.term() > newest_term_) {
+    if (newest_term_ > 0) {
+      // What the coordinator before it had begun and not decided is over.
+      mover_.AbandonUpdates(
+          ErrorStatus(absl::StatusCode::kAborted, "COORDINATOR_RESTARTED",
+                      "the coordinator was started again while the update "
+                      "moved; publish again"));
+    }
+    newest_term_ = welcome.term();
+  }
+  LOG(INFO) << "node " << options_.node << " is in cluster " << cluster_id_
+            << ", coordinator " << welcome.coordinator() << ", term "
+            << welcome.term();
+  trainers_.Announce();
+  replicas_.Announce();
+}
+
+void Agent::OnLost(const absl::Status& why) {
+  // The coordinator waits for us as long; after that it has given up what we
+  // were in.
+  const uint64_t loss = ++losses_;
+  loop_.PostAfter(options_.deadlines.node_reconnect_grace, [this, loss, why] {
+    if (loss != losses_) return;
+    mover_.AbandonUpdates(ErrorStatus(
+        absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
+        absl::StrCat("node ", options_.node,
+                     " has lost the coordinator: ", why.message())));
+  });
+}
+
+void Agent::OnCommand(v1::NodeCommand command) {
+  switch (command.command_case()) {
+    case v1::NodeCommand::kDefineLayout:
+      data_.Post([this, command = std::move(command)] {
+        const absl::Status status = layouts_.Define(command.define_layout());
+        LOG_IF(ERROR, !status.ok())
+            << "layout " << command.define_layout().layout_id() << ": "
+            << status;
+      });
+      return;
+    case v1::NodeCommand::kPrepareUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.PrepareUpdate(command.prepare_update());
+      });
+      return;
+    case v1::NodeCommand::kMoveUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.MoveUpdate(command.move_update());
+      });
+      return;
+    case v1::NodeCommand::kUpdateManifest:
+      data_.Post([this, command = std::move(command)] {
+        mover_.UpdateManifest(command.update_manifest());
+      });
+      return;
+    case v1::NodeCommand::kEndUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.EndUpdate(command.end_update());
+      });
+      return;
+    case v1::NodeCommand::kPauseReplica:
+      replicas_.Pause(command.pause_replica());
+      return;
+    case v1::NodeCommand::kApplyWorker:
+      replicas_.Apply(command.apply_worker());
+      return;
+    case v1::NodeCommand::kResumeReplica:
+      replicas_.Resume(command.resume_replica());
+      return;
+    case v1::NodeCommand::kRefuseWorker:
+      replicas_.Refuse(command.refuse_worker());
+      return;
+    case v1::NodeCommand::kRefuseReplica:
+      replicas_.Refuse(command.refuse_replica());
+      return;
+    default:
+      // Of a newer coordinator that speaks our version: it can do without us.
+      LOG(WARNING) << "a command that this node does not know: "
+                   << command.ShortDebugString();
+  }
+}
+
+void Agent::OnArenaAdded(const std::string& arena_id) {
+  loop_.Post([this, arena_id] { replicas_.ArenaAdded(arena_id); });
+}
+
+void Agent::OnArenaDropped(const std::string& arena_id) {
+  loop_.Post([this, arena_id] { replicas_.ArenaDropped(arena_id); });
+}
+
+void Agent::OnUpdateEvicted(const std::string& model,
+                            const std::string& update_id) {
+  loop_.Post([this, model, update_id] {
+    v1::NodeReport report;
+    report.mutable_update_evicted()->set_model(model);
+    report.mutable_update_evicted()->set_update_id(update_id);
+    link_.Report(std::move(report));
+  });
+}
+
+void Agent::CheckLeases() {
+  const absl::Time now = absl::Now();
+  const Deadlines& deadlines = options_.deadlines;
+  // When this process stood still itself, its clients' words still lie in the
+  // sockets.
+  if (now - last_check_ > deadlines.heartbeat / 2) {
+    trainers_.ForgiveSilence(now);
+    replicas_.ForgiveSilence(now);
+  }
+  last_check_ = now;
+  trainers_.CheckLeases(now);
+  replicas_.CheckLeases(now);
+  loop_.PostAfter(
+      std::min(deadlines.heartbeat_interval, deadlines.heartbeat / 8),
+      [this] { CheckLeases(); });
+}
+
+}  // namespace daemon
+}  // namespace weightsync

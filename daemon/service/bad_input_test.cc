@@ -1,0 +1,465 @@
+// Everything a client can get wrong: a clear code and reason, nothing else
+// disturbed. Each test ends with a whole update on the same cluster.
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "daemon/service/cluster_fixture.h"
+#include "gmock/gmock.h"
+#include "transport/host/fd_socket.h"
+
+namespace weightsync {
+namespace daemon {
+namespace testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+class BadInputTest : public ClusterTest {
+ protected:
+  // One node, two ranks, two replicas.
+  void StartCluster(const std::function<void(Options*)>& change = nullptr) {
+    StartNode("a", change);
+    StartTrainers({"a"}, 2);
+    StartReplica("a", "r0");
+    StartReplica("a", "r1", 2);
+  }
+
+  v1::RegisterShardsRequest Shards(int rank) {
+    auto shards = trainers_[rank]->MakeShards(model_);
+    EXPECT_TRUE(shards.ok()) << shards.status();
+    return *shards;
+  }
+
+  static void ExpectError(const absl::Status& status, absl::StatusCode code,
+                          const std::string& reason) {
+    EXPECT_EQ(status.code(), code) << status;
+    EXPECT_EQ(ErrorReason(status), reason) << status;
+    EXPECT_GT(status.message().size(), 10u)
+        << "a sentence that helps: " << status;
+  }
+
+  std::string Shard(
+      const std::function<void(v1::RegisterShardsRequest*)>& change,
+      absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
+    v1::RegisterShardsRequest request = Shards(0);
+    change(&request);
+    const absl::Status status = trainers_[0]->Register(request).status();
+    EXPECT_EQ(status.code(), code) << status;
+    return ErrorReason(status);
+  }
+
+  // After Shard, which allocated other memory: what the rank publishes from is
+  // what it registered.
+  void RegisterAgain() { ASSERT_TRUE(trainers_[0]->Register(Shards(0)).ok()); }
+
+  std::string Worker(
+      const std::function<void(v1::RegisterWorker*)>& change,
+      absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
+    v1::RegisterWorker registration = WorkerOf("bad", model_);
+    change(&registration);
+    RawWorker worker(Channel("a"), registration);
+    const absl::Status status = worker.Open();
+    EXPECT_EQ(status.code(), code) << status;
+    return ErrorReason(status);
+  }
+};
+
+TEST_F(BadInputTest, ShardsThatCannotBe) {
+  StartCluster();
+  EXPECT_EQ(Shard([](auto* r) {
+              r->mutable_shards(0)->mutable_parameter()->set_dtype(
+                  static_cast<v1::DType>(99));
+            }),
+            "DTYPE_UNKNOWN");
+  for (int64_t dimension : {int64_t{-1}, int64_t{0}, (int64_t{1} << 31) + 1}) {
+    EXPECT_EQ(Shard([&](auto* r) {
+                r->mutable_shards(0)->mutable_parameter()->set_shape(0,
+                                                                     dimension);
+              }),
+              "SHAPE_INVALID");
+  }
+  EXPECT_EQ(Shard([](auto* r) {
+              auto* shape =
+                  r->mutable_shards(0)->mutable_parameter()->mutable_shape();
+              shape->Clear();
+              for (int d = 0; d < 3; ++d) shape->Add(int64_t{1} << 31);
+            }),
+            "SHAPE_INVALID");
+  EXPECT_EQ(Shard([](auto* r) {
+              r->mutable_shards(0)->mutable_box()->set_offset(0, 64);
+            }),
+            "BOX_OUT_OF_RANGE");
+  EXPECT_EQ(
+      Shard([](auto* r) { r->mutable_shards(0)->set_offset_bytes(1 << 30); }),
+      "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(
+      Shard([](auto* r) { r->mutable_shards(0)->set_offset_bytes(INT64_MAX); }),
+      "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(
+      Shard([](auto* r) { r->mutable_regions(0)->set_size_bytes(1 << 30); }),
+      "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shard([](auto* r) { *r->add_shards() = r->shards(0); }),
+            "DUPLICATE_NAME");
+  RegisterAgain();
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
+  StartCluster();
+  const std::string others = Shards(1).regions(0).memory().arena().arena_id();
+  EXPECT_EQ(Shard(
+                [&](auto* r) {
+                  r->mutable_regions(0)
+                      ->mutable_memory()
+                      ->mutable_arena()
+                      ->set_arena_id(others);
+                },
+                absl::StatusCode::kNotFound),
+            "ARENA_UNKNOWN");
+  EXPECT_EQ(Shard(
+                [](auto* r) {
+                  r->mutable_regions(0)
+                      ->mutable_memory()
+                      ->mutable_cuda_ipc()
+                      ->set_handle("x");
+                },
+                absl::StatusCode::kUnimplemented),
+            "MEMORY_KIND_UNIMPLEMENTED");
+  EXPECT_EQ(Shard(
+                [](auto* r) {
+                  r->mutable_regions(0)
+                      ->mutable_memory()
+                      ->mutable_posix_shm()
+                      ->set_name("/weightsync-no-such-segment");
+                },
+                absl::StatusCode::kNotFound),
+            "MEMORY_UNKNOWN");
+  RegisterAgain();
+  ASSERT_TRUE(trainers_[1]->Register(Shards(1)).ok());
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, RanksThatDisagree) {
+  StartCluster();
+  EXPECT_EQ(
+      Shard([](auto* r) {
+        r->mutable_shards(0)->mutable_parameter()->set_dtype(v1::DTYPE_F16);
+      }),
+      "CATALOG_MISMATCH");
+  // Rows that rank 1 has too.
+  EXPECT_EQ(Shard([](auto* r) {
+              r->mutable_shards(0)->mutable_box()->set_offset(0, 16);
+            }),
+            "SHARDS_OVERLAP");
+  // A part that nobody has.
+  EXPECT_EQ(Shard([](auto* r) {
+              r->mutable_shards(0)->mutable_box()->set_extent(0, 31);
+            }),
+            "SHARDS_HOLE");
+  RegisterAgain();
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, WorkersThatWantWhatCannotBe) {
+  StartCluster();
+  EXPECT_EQ(Worker([](auto* r) {
+              r->mutable_tensors(0)->set_dtype(static_cast<v1::DType>(99));
+            }),
+            "DTYPE_UNKNOWN");
+  EXPECT_EQ(Worker([](auto* r) { r->mutable_tensors(0)->set_shape(0, 0); }),
+            "SHAPE_INVALID");
+  EXPECT_EQ(Worker([](auto* r) {
+              r->mutable_tensors(0)->mutable_box()->add_offset(0);
+              r->mutable_tensors(0)->mutable_box()->add_extent(1);
+            }),
+            "BOX_OUT_OF_RANGE");
+  EXPECT_EQ(Worker([](auto* r) { *r->add_tensors() = r->tensors(0); }),
+            "DUPLICATE_NAME");
+  EXPECT_EQ(Worker([](auto* r) { r->set_worker_index(1); }),
+            "WORKER_INDEX_INVALID");
+  EXPECT_EQ(Worker([](auto* r) { r->set_model("m"); }), "MODEL_NAME_INVALID");
+  EXPECT_EQ(Worker([](auto* r) { r->set_replica("Bad"); }),
+            "REPLICA_NAME_INVALID");
+  const absl::StatusCode precondition = absl::StatusCode::kFailedPrecondition;
+  EXPECT_EQ(Worker([](auto* r) { r->mutable_tensors(0)->set_name("unknown"); },
+                   precondition),
+            "PARAMETER_UNKNOWN");
+  EXPECT_EQ(
+      Worker([](auto* r) { r->mutable_tensors(0)->set_dtype(v1::DTYPE_F16); },
+             precondition),
+      "DTYPE_MISMATCH");
+  EXPECT_EQ(Worker([](auto* r) { r->mutable_tensors(0)->set_shape(0, 65); },
+                   precondition),
+            "SHAPE_MISMATCH");
+  EXPECT_EQ(Worker([](auto* r) { r->set_protocol_version(99); }, precondition),
+            "PROTOCOL_UNSUPPORTED");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest,
+       WorkersThatWereThereBeforeTheTrainersAreRefusedWhenTheseCome) {
+  StartNode("a");
+  v1::RegisterWorker registration = WorkerOf("bad", model_);
+  registration.mutable_tensors(1)->set_name("unknown");
+  RawReplica control(Channel("a"), ReplicaOf("bad"));
+  ASSERT_TRUE(control.Open().ok());
+  RawWorker worker(Channel("a"), registration);
+  ASSERT_TRUE(worker.Open().ok());
+  StartTrainers({"a"}, 2);
+  ExpectError(worker.WaitClosed(), absl::StatusCode::kFailedPrecondition,
+              "PARAMETER_UNKNOWN");
+  StartReplica("a", "r0");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, Tokens) {
+  StartCluster();
+  const std::string socket = daemons_["a"]->addresses().descriptor_socket;
+  ExpectError(
+      transport::RedeemFd(socket, std::string(32, '0'), kDeadline).status(),
+      absl::StatusCode::kNotFound, "TOKEN_UNKNOWN");
+  const auto offer = trainers_[0]->Allocate(4096);
+  ASSERT_TRUE(offer.ok()) << offer.status();
+  // Somebody else, with the same rights: it reads the token, but it is not the
+  // process.
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto stolen = transport::RedeemFd(socket, offer->token(), kDeadline);
+    _exit(ErrorReason(stolen.status()) == "TOKEN_OTHER_PROCESS" ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_TRUE(transport::RedeemFd(socket, offer->token(), kDeadline).ok());
+  ExpectError(transport::RedeemFd(socket, offer->token(), kDeadline).status(),
+              absl::StatusCode::kFailedPrecondition, "TOKEN_REDEEMED");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, MemoryThatThereIsNot) {
+  StartCluster();
+  for (int64_t bytes : {int64_t{0}, int64_t{-5}, int64_t{INT64_MAX}}) {
+    ExpectError(trainers_[0]->Allocate(bytes).status(),
+                absl::StatusCode::kInvalidArgument, "ARENA_SIZE_INVALID");
+  }
+  const absl::Status status = trainers_[0]->Allocate(int64_t{1} << 50).status();
+  ExpectError(status, absl::StatusCode::kResourceExhausted, "MEMORY_EXHAUSTED");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("1125899906842624"));
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, AModelThatTheStoreHasNoRoomFor) {
+  StartCluster([](Options* options) { options->store_budget_bytes = 8 << 20; });
+  std::vector<v1::Parameter> big = {model_[0]};
+  big[0].set_shape(
+      0, 64 << 10);  // 6 MiB, and an update stands beside the one before
+  RawTrainer trainer(Channel("a"), 0, 1, "models/big");
+  ASSERT_TRUE(trainer.Open().ok());
+  const auto shards = trainer.MakeShards(big);
+  ASSERT_TRUE(shards.ok()) << shards.status();
+  ExpectError(trainer.Register(*shards).status(),
+              absl::StatusCode::kResourceExhausted, "NO_STORE_ROOM");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, CallsOutOfPlace) {
+  StartCluster();
+  RawTrainer stranger(Channel("a"), 0, 1, "models/other");
+  stranger.set_session("no such session");
+  ExpectError(stranger.Allocate(1).status(), absl::StatusCode::kNotFound,
+              "SESSION_UNKNOWN");
+  ExpectError(stranger.Publish().status(), absl::StatusCode::kNotFound,
+              "SESSION_UNKNOWN");
+  ASSERT_TRUE(stranger.Open().ok());
+  ExpectError(stranger.Publish().status(),
+              absl::StatusCode::kFailedPrecondition, "NOT_REGISTERED");
+  ExpectError(trainers_[0]->Publish(-1).status(),
+              absl::StatusCode::kInvalidArgument, "VERSION_INVALID");
+  v1::PublishVersionRequest request;
+  request.set_session(trainers_[0]->session());
+  request.set_request_id(std::string(129, 'x'));
+  ExpectError(trainers_[0]->Publish(request).status(),
+              absl::StatusCode::kInvalidArgument, "REQUEST_ID_INVALID");
+  request.clear_request_id();
+  request.mutable_options()->set_update_mode(v1::UPDATE_MODE_STREAM);
+  ExpectError(trainers_[0]->Publish(request).status(),
+              absl::StatusCode::kUnimplemented, "UPDATE_MODE_UNIMPLEMENTED");
+  ExpectError(trainers_[0]->Wait("models/m/versions/5").status(),
+              absl::StatusCode::kNotFound, "VERSION_UNKNOWN");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, PlacesThatAreTaken) {
+  StartCluster();
+  RawTrainer rank(Channel("a"), 1, 2);
+  ExpectError(rank.Open(), absl::StatusCode::kAlreadyExists, "RANK_TAKEN");
+  RawTrainer outside(Channel("a"), 2, 2);
+  ExpectError(outside.Open(), absl::StatusCode::kInvalidArgument,
+              "RANK_OUT_OF_RANGE");
+  RawTrainer world(Channel("a"), 2, 3);
+  EXPECT_FALSE(world.Open().ok() && world.Register({}).ok());
+  RawReplica replica(Channel("a"), [] {
+    v1::RegisterReplica registration = ReplicaOf("r0");
+    registration.set_incarnation("another");
+    return registration;
+  }());
+  ExpectError(replica.Open(), absl::StatusCode::kAlreadyExists,
+              "REPLICA_TAKEN");
+  RawWorker worker(Channel("a"), WorkerOf("r1", model_, 1, 2));
+  ExpectError(worker.Open(), absl::StatusCode::kAlreadyExists, "WORKER_TAKEN");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, AFirstMessageThatIsNone) {
+  StartCluster();
+  auto stub = v1::ReplicaService::NewStub(Channel("a"));
+  grpc::ClientContext context;
+  SetDeadline(&context);
+  auto stream = stub->RunWorker(&context);
+  v1::WorkerReport report;
+  report.mutable_heartbeat();
+  stream->Write(report);
+  v1::WorkerCommand command;
+  EXPECT_FALSE(stream->Read(&command));
+  ExpectError(FromGrpcStatus(stream->Finish()),
+              absl::StatusCode::kInvalidArgument, "REGISTRATION_MISSING");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, AWorkerThatNeverAcknowledges) {
+  StartCluster([](Options* options) {
+    options->deadlines.apply = absl::Seconds(3);
+    options->apply_attempts = 1;
+  });
+  UpdateWorks(1);
+  workers_["r0"][0]->IgnoreApplies();
+  const auto published = PublishAll(2);
+  ASSERT_TRUE(published.ok()) << published.status();
+  ExpectError(workers_["r0"][0]->WaitClosed(),
+              absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT");
+  // The decision stands: the others serve it.
+  const auto version = trainers_[0]->Wait((*published)[0].version_name());
+  ASSERT_TRUE(version.ok()) << version.status();
+  ExpectServes("r1", 2, *version);
+  EXPECT_TRUE(replicas_["r0"]->paused()) << "it may hold a mix";
+  // The engine is started again.
+  workers_["r0"].clear();
+  replicas_["r0"].reset();
+  wanted_["r0"].clear();
+  StartReplica("a", "r0");
+  ASSERT_TRUE(ReplicaReaches("a", "r0", v1::Replica::STATE_SERVING));
+  UpdateWorks(3);
+}
+
+TEST_F(BadInputTest, ARankThatNeverArrives) {
+  StartCluster(
+      [](Options* options) { options->deadlines.gather = absl::Seconds(2); });
+  UpdateWorks(1);
+  trainers_[0]->Fill(2);
+  const auto published = trainers_[0]->Publish();
+  ASSERT_TRUE(published.ok()) << published.status();
+  const absl::Status status =
+      trainers_[0]->Wait(published->version_name()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  EXPECT_EQ(ErrorReason(status), "GATHER_TIMEOUT");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("1"));
+  EXPECT_EQ(replicas_["r0"]->pauses(), 1) << "nobody was disturbed";
+  UpdateWorks(3);
+}
+
+TEST_F(BadInputTest, ARankThatIsNotThere) {
+  StartNode("a", [](Options* options) {
+    options->deadlines.publish = absl::Seconds(2);
+  });
+  RawTrainer lonely(Channel("a"), 0, 2);
+  ASSERT_TRUE(lonely.SetUp(model_).ok());
+  const absl::Status status = lonely.Publish().status();
+  ExpectError(status, absl::StatusCode::kDeadlineExceeded, "WORLD_INCOMPLETE");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("1"));
+  lonely.Close();
+  StartTrainers({"a"}, 2);
+  StartReplica("a", "r0");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, AReplicaThatCannotPause) {
+  StartCluster();
+  UpdateWorks(1);
+  replicas_["r1"]->FailPauses(
+      ErrorStatus(absl::StatusCode::kInternal, "ENGINE_STUCK", "no"));
+  const auto published = PublishAll(2);
+  ASSERT_TRUE(published.ok()) << published.status();
+  const absl::Status status =
+      trainers_[0]->Wait((*published)[0].version_name()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("r1"));
+  replicas_["r1"]->FailPauses(absl::OkStatus());
+  ASSERT_TRUE(ReplicaReaches("a", "r0", v1::Replica::STATE_SERVING));
+  ASSERT_TRUE(ReplicaReaches("a", "r1", v1::Replica::STATE_SERVING));
+  EXPECT_FALSE(replicas_["r0"]->paused());
+  UpdateWorks(3);
+}
+
+TEST_F(BadInputTest, AClientThatFallsSilent) {
+  StartCluster([](Options* options) {
+    options->deadlines.heartbeat = absl::Seconds(3);
+  });
+  trainers_[1]->StopHeartbeats();
+  ExpectError(trainers_[1]->WaitClosed(), absl::StatusCode::kDeadlineExceeded,
+              "HEARTBEAT_LOST");
+  trainers_[1] = std::make_unique<RawTrainer>(Channel("a"), 1, 2);
+  const absl::Status again = trainers_[1]->SetUp(model_);
+  ASSERT_TRUE(again.ok()) << again;
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, ASecondDaemonInTheSamePlace) {
+  StartCluster();
+  const auto start = [](const Options& options) {
+    return Daemon::Start(options).status();
+  };
+  Options second = TestOptions(directory_.path(), "b");
+  second.unix_socket = options_["a"].unix_socket;
+  ExpectError(start(second), absl::StatusCode::kAlreadyExists, "SOCKET_IN_USE");
+  second = TestOptions(directory_.path(), "b");
+  second.listen = {daemons_["a"]->addresses().listen[0]};
+  ExpectError(start(second), absl::StatusCode::kAlreadyExists, "SOCKET_IN_USE");
+  second = TestOptions(directory_.path(), "b");
+  second.state_dir = options_["a"].state_dir;
+  ExpectError(start(second), absl::StatusCode::kAlreadyExists,
+              "STATE_DIR_IN_USE");
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, OptionsThatCannotBe) {
+  StartCluster();
+  const auto start = [this](const std::function<void(Options*)>& change) {
+    Options options = TestOptions(directory_.path(), "b");
+    change(&options);
+    return Daemon::Start(options).status();
+  };
+  const absl::StatusCode invalid = absl::StatusCode::kInvalidArgument;
+  for (int64_t bytes : {int64_t{0}, int64_t{-1}, int64_t{1} << 60}) {
+    ExpectError(start([&](Options* o) { o->bucket_bytes = bytes; }), invalid,
+                "BUCKET_BYTES_INVALID");
+  }
+  ExpectError(start([](Options* o) { o->node = "B"; }), invalid,
+              "NODE_NAME_INVALID");
+  ExpectError(start([](Options* o) { o->listen = {"example.org:1"}; }), invalid,
+              "ADDRESS_INVALID");
+  ExpectError(start([](Options* o) {
+                o->unix_socket = "/tmp/" + std::string(200, 'x');
+              }),
+              invalid, "SOCKET_PATH_TOO_LONG");
+  ExpectError(start([](Options* o) { o->listen = {"0.0.0.0:0"}; }),
+              absl::StatusCode::kFailedPrecondition, "INSECURE_REQUIRED");
+  ExpectError(start([](Options* o) { o->data_address = "10.0.0.1"; }),
+              absl::StatusCode::kFailedPrecondition, "INSECURE_REQUIRED");
+  UpdateWorks(1);
+}
+
+}  // namespace
+}  // namespace testing
+}  // namespace daemon
+}  // namespace weightsync

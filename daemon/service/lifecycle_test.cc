@@ -1,0 +1,183 @@
+// Daemons come, go, and come back.
+
+#include <sys/stat.h>
+
+#include <filesystem>
+
+#include "daemon/service/cluster_fixture.h"
+#include "grpcpp/generic/generic_stub.h"
+
+namespace weightsync {
+namespace daemon {
+namespace testing {
+namespace {
+
+bool Exists(const std::string& path) {
+  struct stat info;
+  return lstat(path.c_str(), &info) == 0;
+}
+
+// A unary call of a service whose stubs are not here; the response's bytes.
+std::string RawCall(const std::shared_ptr<grpc::Channel>& channel,
+                    const std::string& method, const std::string& request) {
+  grpc::GenericStub stub(channel);
+  grpc::CompletionQueue queue;
+  grpc::ClientContext context;
+  SetDeadline(&context);
+  const grpc::Slice slice(request);
+  auto call = stub.PrepareUnaryCall(&context, method,
+                                    grpc::ByteBuffer(&slice, 1), &queue);
+  call->StartCall();
+  grpc::ByteBuffer response;
+  grpc::Status status;
+  call->Finish(&response, &status, &queue);
+  void* tag;
+  bool ok;
+  queue.Next(&tag, &ok);
+  if (!status.ok()) return status.error_message();
+  std::vector<grpc::Slice> slices;
+  response.Dump(&slices);
+  std::string bytes;
+  for (const grpc::Slice& part : slices) {
+    bytes.append(reinterpret_cast<const char*>(part.begin()), part.size());
+  }
+  return bytes;
+}
+
+class LifecycleTest : public ClusterTest {
+ protected:
+  // Ends the daemon and starts it again with the same options and address.
+  void Restart(const std::string& node) {
+    Options options = options_[node];
+    options.listen = daemons_[node]->addresses().listen;
+    daemons_[node]->Shutdown();
+    auto daemon = Daemon::Start(options);
+    ASSERT_TRUE(daemon.ok()) << daemon.status();
+    daemons_[node] = *std::move(daemon);
+  }
+};
+
+TEST_F(LifecycleTest, ShutdownTellsEverybodyAndLeavesNothing) {
+  StartNode("a");
+  StartTrainers({"a"}, 2);
+  StartReplica("a", "r0");
+  UpdateWorks(1);
+  const Addresses addresses = daemons_["a"]->addresses();
+  EXPECT_TRUE(Exists(addresses.unix_socket));
+  EXPECT_TRUE(Exists(addresses.descriptor_socket));
+  daemons_["a"]->Shutdown();
+  const absl::Status trainer = trainers_[0]->WaitClosed();
+  EXPECT_EQ(trainer.code(), absl::StatusCode::kUnavailable) << trainer;
+  EXPECT_EQ(ErrorReason(trainer), "SHUTTING_DOWN");
+  EXPECT_EQ(ErrorReason(replicas_["r0"]->WaitClosed()), "SHUTTING_DOWN");
+  EXPECT_EQ(ErrorReason(workers_["r0"][0]->WaitClosed()), "SHUTTING_DOWN");
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(
+           directory_.path() + "/a")) {
+    // The state remains, and nothing else.
+    EXPECT_EQ(entry.path().string().find(directory_.path() + "/a/state"), 0u)
+        << entry.path();
+  }
+}
+
+TEST_F(LifecycleTest, AWaitingCallIsAnsweredAtShutdown) {
+  StartNode("a");
+  StartTrainers({"a"}, 2);
+  trainers_[0]->Fill(1);
+  const auto published = trainers_[0]->Publish();
+  ASSERT_TRUE(published.ok()) << published.status();
+  absl::Status waited, publishing;
+  std::thread waiter(
+      [&] { waited = trainers_[0]->Wait(published->version_name()).status(); });
+  // The next publish waits for the update before it.
+  std::thread publisher([&] { publishing = trainers_[0]->Publish().status(); });
+  absl::SleepFor(absl::Milliseconds(300));
+  daemons_["a"]->Shutdown();
+  waiter.join();
+  publisher.join();
+  EXPECT_EQ(waited.code(), absl::StatusCode::kUnavailable) << waited;
+  EXPECT_EQ(publishing.code(), absl::StatusCode::kUnavailable) << publishing;
+}
+
+TEST_F(LifecycleTest, HealthAndSecondStart) {
+  StartNode("a");
+  // HealthCheckResponse{status: SERVING}.
+  EXPECT_EQ(RawCall(Channel("a"), "/grpc.health.v1.Health/Check", ""),
+            "\x08\x01");
+  EXPECT_NE(
+      RawCall(Channel("a"), "/grpc.channelz.v1.Channelz/GetServers", "").size(),
+      0u);
+  const std::string cluster = daemons_["a"]->cluster_id();
+  Restart("a");
+  EXPECT_EQ(daemons_["a"]->cluster_id(), cluster);
+}
+
+TEST_F(LifecycleTest, TheCoordinatorComesBack) {
+  StartNode("c");
+  StartNode("n");
+  StartTrainers({"n"}, 2);
+  StartReplica("n", "r0", 2);
+  UpdateWorks(1);
+  Restart("c");
+  // Clients of the other node stay; it says again what it holds.
+  ASSERT_TRUE(Eventually([&] {
+    const auto model = GetModel("n");
+    return model.ok() && model->trainer_ranks_size() == 2 &&
+           model->worker_count() == 2;
+  }));
+  ASSERT_TRUE(ReplicaReaches("n", "r0", v1::Replica::STATE_SERVING));
+  const auto version = GetVersion("n", "models/m/versions/latest");
+  ASSERT_TRUE(version.ok()) << version.status();
+  EXPECT_EQ(version->version(), 1);
+  UpdateWorks(2);
+}
+
+TEST_F(LifecycleTest, WithoutACoordinatorCallsSaySo) {
+  StartNode("c");
+  StartNode("n", [](Options* options) {
+    options->deadlines.registration = absl::Seconds(1);
+  });
+  daemons_["c"]->Shutdown();
+  const absl::Status admin = GetModel("n").status();
+  EXPECT_EQ(admin.code(), absl::StatusCode::kUnavailable) << admin;
+  EXPECT_EQ(ErrorReason(admin), "COORDINATOR_UNREACHABLE");
+  RawTrainer trainer(Channel("n"), 0, 1);
+  const absl::Status opened = trainer.Open();
+  EXPECT_EQ(opened.code(), absl::StatusCode::kUnavailable) << opened;
+  EXPECT_EQ(ErrorReason(opened), "COORDINATOR_UNREACHABLE");
+}
+
+TEST_F(LifecycleTest, ANodeThatIsStartedAgainIsThereAgain) {
+  StartNode("c");
+  StartNode("n");
+  StartTrainers({"c"}, 1);
+  StartReplica("n", "r0");
+  UpdateWorks(1);
+  Restart("n");
+  workers_.clear();
+  replicas_.clear();
+  wanted_.clear();
+  StartReplica("n", "r0");
+  UpdateWorks(2);
+}
+
+TEST_F(LifecycleTest, ATakenNodeNameIsRefusedAndTheFirstStays) {
+  StartNode("c");
+  StartNode("n");
+  StartTrainers({"n"}, 1);
+  Options twin = TestOptions(directory_.path() + "/twin", "n", coordinator_);
+  twin.deadlines.registration = absl::Seconds(1);
+  auto daemon = Daemon::Start(twin);
+  ASSERT_TRUE(daemon.ok()) << daemon.status();
+  RawTrainer trainer(ChannelTo("unix:" + (*daemon)->addresses().unix_socket), 0,
+                     1, "models/x");
+  const absl::Status status = trainer.Open();
+  EXPECT_EQ(ErrorReason(status), "COORDINATOR_UNREACHABLE") << status;
+  EXPECT_NE(status.message().find("node n"), std::string::npos) << status;
+  UpdateWorks(1);
+  (*daemon)->Shutdown();
+}
+
+}  // namespace
+}  // namespace testing
+}  // namespace daemon
+}  // namespace weightsync

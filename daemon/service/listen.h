@@ -1,0 +1,76 @@
+// Where a daemon may listen, and why it cannot.
+
+#ifndef WEIGHTSYNC_DAEMON_SERVICE_LISTEN_H_
+#define WEIGHTSYNC_DAEMON_SERVICE_LISTEN_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace weightsync {
+namespace daemon {
+
+struct HostPort {
+  // Numeric: "127.0.0.1" or "::1".
+  std::string host;
+  int port = 0;
+  bool loopback = false;
+  // 0.0.0.0 or ::.
+  bool wildcard = false;
+
+  // "127.0.0.1:7670", "[::1]:7670".
+  std::string text() const;
+};
+
+// "host:port" or "[host]:port" with a numeric host, or "localhost:port".
+//   INVALID_ARGUMENT (ADDRESS_INVALID).
+absl::StatusOr<HostPort> ParseHostPort(absl::string_view text);
+
+// A numeric host without a port.
+absl::StatusOr<HostPort> ParseHost(absl::string_view text);
+
+// FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines
+// can reach, unless it was allowed. `flag`: for the sentence.
+absl::Status CheckReach(const HostPort& address, bool insecure,
+                        absl::string_view flag);
+
+// Why nothing can listen at `address`, when it was found that nothing can:
+//   ALREADY_EXISTS (SOCKET_IN_USE), or UNAVAILABLE (LISTEN_FAILED) with what
+//   the system says.
+// OK when it can now.
+absl::Status WhyNotListen(const HostPort& address);
+
+// Makes `directory` and those above it. UNAVAILABLE (DIRECTORY_FAILED).
+absl::Status MakeDirectories(const std::string& directory, int mode);
+
+// The right of this process to a directory; ends with the object or the
+// process.
+class DirectoryClaim {
+ public:
+  // ALREADY_EXISTS (STATE_DIR_IN_USE), UNAVAILABLE (DIRECTORY_FAILED).
+  static absl::StatusOr<std::unique_ptr<DirectoryClaim>> Take(
+      const std::string& directory);
+  ~DirectoryClaim();
+  DirectoryClaim(const DirectoryClaim&) = delete;
+  DirectoryClaim& operator=(const DirectoryClaim&) = delete;
+
+ private:
+  explicit DirectoryClaim(int fd) : fd_(fd) {}
+  const int fd_;
+};
+
+// The whole file, or nothing, is at `path` afterwards, also after a power cut.
+// UNAVAILABLE (FILE_FAILED).
+absl::Status WriteFileAtomically(const std::string& path,
+                                 absl::string_view contents);
+// Empty where there is none. UNAVAILABLE (FILE_FAILED) when it is there and
+// cannot be read.
+absl::StatusOr<std::string> ReadSmallFile(const std::string& path);
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_SERVICE_LISTEN_H_

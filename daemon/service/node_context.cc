@@ -1,0 +1,79 @@
+#include "daemon/service/node_context.h"
+
+#include <sys/random.h>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "daemon/service/proto_time.h"
+#include "glog/logging.h"
+#include "proto/status.h"
+#include "transport/host/arena.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+// How long a client may take to map what it was offered.
+constexpr absl::Duration kTokenTtl = absl::Minutes(10);
+
+}  // namespace
+
+absl::Status ApiStatus(const absl::Status& status) {
+  struct Rename {
+    absl::string_view from, to;
+  };
+  constexpr Rename kRenames[] = {
+      {"NO_MEMORY_FOR_ARENA", "MEMORY_EXHAUSTED"},
+      {"NO_ADDRESS_SPACE", "MEMORY_EXHAUSTED"},
+      {"BAD_SIZE", "ARENA_SIZE_INVALID"},
+      {"SEGMENT_TOO_SMALL", "MEMORY_OUT_OF_RANGE"},
+      {"SEGMENT_UNKNOWN", "MEMORY_UNKNOWN"},
+      {"SEGMENT_DENIED", "MEMORY_DENIED"},
+      {"BAD_SEGMENT_NAME", "MEMORY_NAME_INVALID"},
+  };
+  const std::string reason = ErrorReason(status);
+  for (const Rename& rename : kRenames) {
+    if (reason != rename.from) continue;
+    // Asking for less, or for what is there, is the caller's to do:
+    // OUT_OF_RANGE says the same.
+    const absl::StatusCode code = absl::IsOutOfRange(status)
+                                      ? absl::StatusCode::kInvalidArgument
+                                      : status.code();
+    return ErrorStatus(code, rename.to, status.message());
+  }
+  return status;
+}
+
+absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory,
+                                          const std::string& arena_id,
+                                          const transport::Segment& segment,
+                                          pid_t pid, bool read_only) {
+  transport::ExportOptions options;
+  options.read_only = read_only;
+  if (pid > 0) options.pid = pid;
+  options.ttl = kTokenTtl;
+  absl::StatusOr<transport::MemoryTicket> ticket =
+      memory->Export(segment, options);
+  if (!ticket.ok()) return ApiStatus(ticket.status());
+  v1::ArenaOffer offer;
+  offer.set_arena_id(arena_id);
+  if (const auto* arena = dynamic_cast<const transport::Arena*>(&segment)) {
+    offer.set_data_offset_bytes(arena->data_offset_bytes());
+  }
+  offer.set_size_bytes(offer.data_offset_bytes() + segment.bytes());
+  offer.set_descriptor_socket(ticket->address);
+  offer.set_token(ticket->token);
+  *offer.mutable_expire_time() = EncodeTime(absl::Now() + kTokenTtl);
+  offer.set_read_only(read_only);
+  return offer;
+}
+
+std::string RandomId() {
+  char bytes[16];
+  PCHECK(getrandom(bytes, sizeof(bytes), 0) == sizeof(bytes));
+  return absl::BytesToHexString(absl::string_view(bytes, sizeof(bytes)));
+}
+
+}  // namespace daemon
+}  // namespace weightsync

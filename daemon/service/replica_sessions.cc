@@ -1,0 +1,669 @@
+#include "daemon/service/replica_sessions.h"
+
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/service/validate.h"
+#include "glog/logging.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+std::string ReplicaName(const std::string& model, const std::string& replica) {
+  return absl::StrCat(model, "/replicas/", replica);
+}
+
+absl::Status NotHere(absl::string_view reason, const std::string& who) {
+  return ErrorStatus(
+      absl::StatusCode::kUnavailable, reason,
+      absl::StrCat(who, " is not connected to its node any more"));
+}
+
+// Why a lease that the coordinator knew is over.
+absl::Status LeftStatus(const std::string& who, const absl::Status& why) {
+  if (why.ok()) {
+    return ErrorStatus(absl::StatusCode::kUnavailable, "CLIENT_LEFT",
+                       absl::StrCat(who, " has closed its stream"));
+  }
+  return ErrorStatus(absl::StatusCode::kUnavailable, ErrorReason(why),
+                     absl::StrCat(who, " is lost: ", why.message()));
+}
+
+bool IsUnreachable(const absl::Status& status) {
+  return ErrorReason(status) == "COORDINATOR_UNREACHABLE";
+}
+
+}  // namespace
+
+// What one apply needs, found on the data loop.
+struct ReplicaSessions::Located {
+  absl::Status status;
+  std::shared_ptr<const v1::CopyPlan> plan;
+  LocatedUpdate update;
+};
+
+std::string ReplicaSessions::Worker::Name() const {
+  return absl::StrCat(
+      "worker ", registration.worker_index(), " of ",
+      ReplicaName(registration.model(), registration.replica()));
+}
+
+// ---- Finding ----
+
+ReplicaSessions::Control* ReplicaSessions::FindControl(uint64_t id) {
+  auto it = controls_.find(id);
+  return it == controls_.end() ? nullptr : it->second.get();
+}
+
+ReplicaSessions::Worker* ReplicaSessions::FindWorker(uint64_t id) {
+  auto it = workers_.find(id);
+  return it == workers_.end() ? nullptr : it->second.get();
+}
+
+ReplicaSessions::Control* ReplicaSessions::FindControl(
+    const std::string& model, const std::string& replica,
+    const std::string& incarnation) {
+  for (const auto& entry : controls_) {
+    const v1::RegisterReplica& registration = entry.second->registration;
+    if (entry.second->named && registration.model() == model &&
+        registration.replica() == replica &&
+        registration.incarnation() == incarnation) {
+      return entry.second.get();
+    }
+  }
+  return nullptr;
+}
+
+ReplicaSessions::Worker* ReplicaSessions::FindWorker(
+    const std::string& model, const std::string& replica, int index,
+    const std::string& incarnation) {
+  for (const auto& entry : workers_) {
+    const v1::RegisterWorker& registration = entry.second->registration;
+    if (entry.second->named && registration.model() == model &&
+        registration.replica() == replica &&
+        registration.worker_index() == index &&
+        registration.incarnation() == incarnation) {
+      return entry.second.get();
+    }
+  }
+  return nullptr;
+}
+
+// ---- Control streams ----
+
+void ReplicaSessions::Open(std::shared_ptr<ControlStream> stream) {
+  auto control = std::make_unique<Control>();
+  control->id = next_id_++;
+  control_streams_[stream.get()] = control->id;
+  control->stream = std::move(stream);
+  const uint64_t id = control->id;
+  controls_.emplace(id, std::move(control));
+  if (!down_.ok()) EndControl(id, down_);
+}
+
+void ReplicaSessions::Closed(const ControlStream* stream) {
+  auto it = control_streams_.find(stream);
+  if (it != control_streams_.end()) EndControl(it->second, absl::OkStatus());
+}
+
+void ReplicaSessions::Heard(const ControlStream* stream,
+                            const v1::ReplicaReport& report) {
+  auto it = control_streams_.find(stream);
+  if (it == control_streams_.end()) return;
+  Control* control = FindControl(it->second);
+  const uint64_t id = control->id;
+  control->last_heard = absl::Now();
+  if (!control->named) {
+    const absl::Status status =
+        report.has_register_()
+            ? CheckReplica(report.register_())
+            : ErrorStatus(absl::StatusCode::kInvalidArgument,
+                          "REGISTRATION_MISSING",
+                          "the first report must be a registration");
+    if (!status.ok()) {
+      EndControl(id, status);
+      return;
+    }
+    control->named = true;
+    control->registration = report.register_();
+    WatchProcess(node_, control->registration.pid(), control,
+                 [this, id](const absl::Status& why) { EndControl(id, why); });
+    if (node_.link->up()) Join(control);
+    return;
+  }
+  v1::NodeReport up;
+  switch (report.report_case()) {
+    case v1::ReplicaReport::kHeartbeat: {
+      v1::ReplicaCommand command;
+      command.mutable_heartbeat();
+      if (control->accepted) control->stream->Write(std::move(command));
+      return;
+    }
+    case v1::ReplicaReport::kPaused: {
+      if (!report.paused().has_failure())
+        control->registration.set_paused(true);
+      v1::ReplicaPausedReport* paused = up.mutable_replica_paused();
+      paused->set_model(control->registration.model());
+      paused->set_replica(control->registration.replica());
+      paused->set_incarnation(control->registration.incarnation());
+      paused->set_command_id(report.paused().command_id());
+      if (report.paused().has_failure())
+        *paused->mutable_failure() = report.paused().failure();
+      paused->set_detail(report.paused().detail());
+      node_.link->Report(std::move(up));
+      return;
+    }
+    case v1::ReplicaReport::kResumed: {
+      if (!report.resumed().has_failure())
+        control->registration.set_paused(false);
+      v1::ReplicaResumedReport* resumed = up.mutable_replica_resumed();
+      resumed->set_model(control->registration.model());
+      resumed->set_replica(control->registration.replica());
+      resumed->set_incarnation(control->registration.incarnation());
+      resumed->set_command_id(report.resumed().command_id());
+      if (report.resumed().has_failure())
+        *resumed->mutable_failure() = report.resumed().failure();
+      node_.link->Report(std::move(up));
+      return;
+    }
+    default:
+      // A registration twice, or a report of a newer client: nothing to do.
+      return;
+  }
+}
+
+void ReplicaSessions::Join(Control* control) {
+  v1::NodeReport report;
+  *report.mutable_replica_joined()->mutable_registration() =
+      control->registration;
+  node_.link->Ask(
+      std::move(report),
+      [this, id = control->id](const absl::Status& status, const v1::Reply&) {
+        Control* control = FindControl(id);
+        if (control == nullptr || IsUnreachable(status)) return;
+        if (!status.ok()) {
+          EndControl(id, status);
+          return;
+        }
+        if (control->accepted) return;
+        control->accepted = true;
+        control->last_heard = absl::Now();
+        v1::ReplicaCommand command;
+        v1::ReplicaRegistered* registered = command.mutable_registered();
+        *registered->mutable_heartbeat_interval() =
+            EncodeDuration(node_.options->deadlines.heartbeat_interval);
+        *registered->mutable_heartbeat_timeout() =
+            EncodeDuration(node_.options->deadlines.heartbeat);
+        registered->set_node("nodes/" + node_.options->node);
+        control->stream->Write(std::move(command));
+        LOG(INFO) << ReplicaName(control->registration.model(),
+                                 control->registration.replica())
+                  << " is here (process " << control->registration.pid() << ")";
+      });
+}
+
+void ReplicaSessions::EndControl(uint64_t id, const absl::Status& why) {
+  auto it = controls_.find(id);
+  if (it == controls_.end()) return;
+  std::unique_ptr<Control> control = std::move(it->second);
+  controls_.erase(it);
+  control_streams_.erase(control->stream.get());
+  if (control->named) {
+    const v1::RegisterReplica& registration = control->registration;
+    const absl::Status left = LeftStatus(
+        ReplicaName(registration.model(), registration.replica()), why);
+    LOG(INFO) << left.message();
+    v1::NodeReport report;
+    v1::ReplicaLeft* gone = report.mutable_replica_left();
+    gone->set_model(registration.model());
+    gone->set_replica(registration.replica());
+    gone->set_incarnation(registration.incarnation());
+    *gone->mutable_failure() = ToFailure(left);
+    node_.link->Report(std::move(report));
+  }
+  EndStream(node_, *control, why);
+}
+
+void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control == nullptr || !control->accepted) {
+    v1::NodeReport report;
+    v1::ReplicaPausedReport* paused = report.mutable_replica_paused();
+    paused->set_model(command.model());
+    paused->set_replica(command.replica());
+    paused->set_incarnation(command.incarnation());
+    paused->set_command_id(command.pause().command_id());
+    *paused->mutable_failure() = ToFailure(NotHere(
+        "REPLICA_LOST", ReplicaName(command.model(), command.replica())));
+    node_.link->Report(std::move(report));
+    return;
+  }
+  v1::ReplicaCommand relayed;
+  *relayed.mutable_pause() = command.pause();
+  control->stream->Write(std::move(relayed));
+}
+
+void ReplicaSessions::Resume(const v1::ResumeReplicaCommand& command) {
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control == nullptr || !control->accepted) {
+    v1::NodeReport report;
+    v1::ReplicaResumedReport* resumed = report.mutable_replica_resumed();
+    resumed->set_model(command.model());
+    resumed->set_replica(command.replica());
+    resumed->set_incarnation(command.incarnation());
+    resumed->set_command_id(command.resume().command_id());
+    *resumed->mutable_failure() = ToFailure(NotHere(
+        "REPLICA_LOST", ReplicaName(command.model(), command.replica())));
+    node_.link->Report(std::move(report));
+    return;
+  }
+  v1::ReplicaCommand relayed;
+  *relayed.mutable_resume() = command.resume();
+  control->stream->Write(std::move(relayed));
+}
+
+void ReplicaSessions::Refuse(const v1::RefuseReplica& command) {
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control != nullptr)
+    EndControl(control->id, FromFailure(command.failure()));
+}
+
+// ---- Worker streams ----
+
+void ReplicaSessions::Open(std::shared_ptr<WorkerStream> stream) {
+  auto worker = std::make_unique<Worker>();
+  worker->id = next_id_++;
+  worker_streams_[stream.get()] = worker->id;
+  worker->stream = std::move(stream);
+  const uint64_t id = worker->id;
+  workers_.emplace(id, std::move(worker));
+  if (!down_.ok()) EndWorker(id, down_);
+}
+
+void ReplicaSessions::Closed(const WorkerStream* stream) {
+  auto it = worker_streams_.find(stream);
+  if (it != worker_streams_.end()) EndWorker(it->second, absl::OkStatus());
+}
+
+void ReplicaSessions::Heard(const WorkerStream* stream,
+                            const v1::WorkerReport& report) {
+  auto it = worker_streams_.find(stream);
+  if (it == worker_streams_.end()) return;
+  Worker* worker = FindWorker(it->second);
+  const uint64_t id = worker->id;
+  worker->last_heard = absl::Now();
+  if (!worker->named) {
+    const absl::Status status =
+        report.has_register_()
+            ? CheckWorker(report.register_())
+            : ErrorStatus(absl::StatusCode::kInvalidArgument,
+                          "REGISTRATION_MISSING",
+                          "the first report must be a registration");
+    if (!status.ok()) {
+      EndWorker(id, status);
+      return;
+    }
+    worker->named = true;
+    worker->registration = report.register_();
+    WatchProcess(node_, worker->registration.pid(), worker,
+                 [this, id](const absl::Status& why) { EndWorker(id, why); });
+    if (node_.link->up()) Join(worker);
+    return;
+  }
+  switch (report.report_case()) {
+    case v1::WorkerReport::kHeartbeat: {
+      v1::WorkerCommand command;
+      command.mutable_heartbeat();
+      if (worker->accepted) worker->stream->Write(std::move(command));
+      return;
+    }
+    case v1::WorkerReport::kWriting: {
+      // Whoever asks from now on is told so, first of all a coordinator that
+      // comes back.
+      v1::InstalledState* installed = worker->registration.mutable_installed();
+      installed->set_state(v1::InstalledState::STATE_WRITING);
+      installed->set_update_id(report.writing().update_id());
+      installed->clear_version();
+      if (worker->command.update_id() == report.writing().update_id()) {
+        installed->set_version(worker->command.version());
+      }
+      return;
+    }
+    case v1::WorkerReport::kApplied:
+      Applied(worker, report.applied());
+      return;
+    default:
+      return;
+  }
+}
+
+void ReplicaSessions::Join(Worker* worker) {
+  v1::NodeReport report;
+  *report.mutable_worker_joined()->mutable_registration() =
+      worker->registration;
+  node_.link->Ask(
+      std::move(report), [this, id = worker->id](const absl::Status& status,
+                                                 const v1::Reply& reply) {
+        Worker* worker = FindWorker(id);
+        if (worker == nullptr || IsUnreachable(status)) return;
+        if (!status.ok()) {
+          EndWorker(id, status);
+          return;
+        }
+        if (worker->accepted) return;
+        const int64_t tensor_bytes = reply.worker_accepted().tensor_bytes();
+        node_.room->Need(worker->registration.model(), "workers",
+                         reply.worker_accepted().store_bytes(), 0,
+                         [this, id, tensor_bytes](const absl::Status& status) {
+                           Worker* worker = FindWorker(id);
+                           if (worker == nullptr || worker->accepted) return;
+                           if (status.ok()) {
+                             Accept(worker, tensor_bytes);
+                           } else {
+                             EndWorker(id, ApiStatus(status));
+                           }
+                         });
+      });
+}
+
+void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
+  worker->accepted = true;
+  worker->last_heard = absl::Now();
+  v1::WorkerCommand command;
+  v1::WorkerRegistered* registered = command.mutable_registered();
+  *registered->mutable_heartbeat_interval() =
+      EncodeDuration(node_.options->deadlines.heartbeat_interval);
+  *registered->mutable_heartbeat_timeout() =
+      EncodeDuration(node_.options->deadlines.heartbeat);
+  registered->set_node("nodes/" + node_.options->node);
+  registered->set_tensor_bytes(tensor_bytes);
+  worker->stream->Write(std::move(command));
+  LOG(INFO) << worker->Name() << " is here (process "
+            << worker->registration.pid() << ", "
+            << worker->registration.tensors_size() << " tensors)";
+  const uint64_t id = worker->id;
+  for (const std::string& arena_id : node_.store->ArenaIds()) {
+    const absl::Status status = Offer(worker, arena_id);
+    if (!status.ok()) {
+      EndWorker(id, status);
+      return;
+    }
+  }
+  if (worker->early != nullptr) {
+    const std::unique_ptr<v1::ApplyWorker> early = std::move(worker->early);
+    Apply(*early);
+  }
+}
+
+void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
+  auto it = workers_.find(id);
+  if (it == workers_.end()) return;
+  std::unique_ptr<Worker> worker = std::move(it->second);
+  workers_.erase(it);
+  worker_streams_.erase(worker->stream.get());
+  EndApply(worker.get());
+  if (worker->named) {
+    const v1::RegisterWorker& registration = worker->registration;
+    const absl::Status left = LeftStatus(worker->Name(), why);
+    LOG(INFO) << left.message();
+    v1::NodeReport report;
+    v1::WorkerLeft* gone = report.mutable_worker_left();
+    gone->set_model(registration.model());
+    gone->set_replica(registration.replica());
+    gone->set_worker_index(registration.worker_index());
+    gone->set_incarnation(registration.incarnation());
+    *gone->mutable_failure() = ToFailure(left);
+    node_.link->Report(std::move(report));
+    bool last = true;
+    for (const auto& other : workers_) {
+      last =
+          last && (!other.second->named ||
+                   other.second->registration.model() != registration.model());
+    }
+    if (last) node_.room->Leave(registration.model(), "workers");
+  }
+  EndStream(node_, *worker, why);
+}
+
+void ReplicaSessions::Refuse(const v1::RefuseWorker& command) {
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
+  if (worker != nullptr) EndWorker(worker->id, FromFailure(command.failure()));
+}
+
+// ---- Arenas ----
+
+absl::Status ReplicaSessions::Offer(Worker* worker,
+                                    const std::string& arena_id) {
+  if (worker->arenas.count(arena_id) > 0) return absl::OkStatus();
+  const std::shared_ptr<const transport::Segment> arena =
+      node_.store->FindArena(arena_id);
+  if (arena == nullptr) {
+    return ErrorStatus(
+        absl::StatusCode::kInternal, "ARENA_UNKNOWN",
+        absl::StrCat("the store has no arena ", arena_id, " any more"));
+  }
+  absl::StatusOr<v1::ArenaOffer> offer = OfferArena(
+      node_.memory, arena_id, *arena, worker->process, /*read_only=*/true);
+  if (!offer.ok()) return offer.status();
+  worker->arenas.insert(arena_id);
+  v1::WorkerCommand command;
+  *command.mutable_arena() = *std::move(offer);
+  worker->stream->Write(std::move(command));
+  return absl::OkStatus();
+}
+
+void ReplicaSessions::ArenaAdded(const std::string& arena_id) {
+  for (const auto& entry : workers_) {
+    if (!entry.second->accepted) continue;
+    const absl::Status status = Offer(entry.second.get(), arena_id);
+    // An apply that needs it tries again, and reports.
+    LOG_IF(WARNING, !status.ok()) << "cannot offer arena " << arena_id << " to "
+                                  << entry.second->Name() << ": " << status;
+  }
+}
+
+void ReplicaSessions::ArenaDropped(const std::string& arena_id) {
+  for (const auto& entry : workers_) {
+    if (entry.second->arenas.erase(arena_id) == 0) continue;
+    v1::WorkerCommand command;
+    command.set_drop_arena_id(arena_id);
+    entry.second->stream->Write(std::move(command));
+  }
+}
+
+// ---- Applying ----
+
+void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
+  if (worker == nullptr) {
+    ReportApplyFailure(
+        command,
+        NotHere("WORKER_LOST",
+                absl::StrCat("worker ", command.worker_index(), " of ",
+                             ReplicaName(command.model(), command.replica()))),
+        nullptr);
+    return;
+  }
+  if (!worker->accepted) {
+    worker->early = std::make_unique<v1::ApplyWorker>(command);
+    return;
+  }
+  // Plans take their time, and the layout may still be computed: both on the
+  // data loop, behind the commands that came before.
+  node_.data->Post([this, id = worker->id, command,
+                    tensors = worker->registration.tensors()] {
+    auto located = std::make_shared<Located>();
+    located->status = [&] {
+      const absl::StatusOr<std::shared_ptr<const NodeLayout>> layout =
+          node_.layouts->Find(command.layout_id());
+      if (!layout.ok()) return layout.status();
+      absl::StatusOr<std::shared_ptr<const v1::CopyPlan>> plan =
+          plans_.PlanFor(**layout, tensors);
+      if (!plan.ok()) return plan.status();
+      located->plan = *std::move(plan);
+      absl::StatusOr<LocatedUpdate> update =
+          node_.store->Locate(command.update_id(), BucketsOf(*located->plan));
+      if (!update.ok()) return update.status();
+      located->update = *std::move(update);
+      return absl::OkStatus();
+    }();
+    node_.loop->Post(
+        [this, id, command, located] { Send(id, command, located); });
+  });
+}
+
+void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
+                           const std::shared_ptr<Located>& located) {
+  Worker* worker = FindWorker(id);
+  // It has left, and the coordinator was told.
+  if (worker == nullptr) return;
+  absl::Status status = located->status;
+  for (const v1::BucketLocation& bucket : located->update.buckets) {
+    if (!status.ok()) break;
+    status = Offer(worker, bucket.slot().arena_id());
+  }
+  if (!status.ok()) {
+    LOG(WARNING) << worker->Name() << " cannot apply update "
+                 << command.update_id() << ": " << status;
+    ReportApplyFailure(command, status, &worker->registration.installed());
+    return;
+  }
+  if (worker->layouts.insert(command.layout_id()).second) {
+    v1::WorkerCommand plan;
+    *plan.mutable_copy_plan() = *located->plan;
+    worker->stream->Write(std::move(plan));
+  }
+  EndApply(worker);
+  worker->command = command;
+  worker->command_id = command.command_id();
+  worker->pin = std::move(located->update.pin);
+  v1::WorkerCommand relayed;
+  v1::ApplyUpdate* apply = relayed.mutable_apply();
+  apply->set_update_id(command.update_id());
+  apply->set_version(command.version());
+  apply->set_step(command.step());
+  apply->set_layout_id(command.layout_id());
+  apply->set_commit_term(command.commit_term());
+  apply->set_command_id(command.command_id());
+  *apply->mutable_timeout() = command.timeout();
+  for (v1::BucketLocation& bucket : located->update.buckets) {
+    *apply->add_buckets() = std::move(bucket);
+  }
+  worker->stream->Write(std::move(relayed));
+
+  const absl::Duration timeout = command.has_timeout()
+                                     ? DecodeDuration(command.timeout())
+                                     : node_.options->deadlines.apply;
+  worker->timer = node_.loop->PostAfter(timeout, [this, id, command, timeout] {
+    Worker* worker = FindWorker(id);
+    if (worker == nullptr || worker->command_id != command.command_id()) return;
+    const absl::Status late = ErrorStatus(
+        absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
+        absl::StrCat(worker->Name(), " did not report update ",
+                     command.update_id(), " as applied within ",
+                     absl::FormatDuration(timeout),
+                     "; register again and say what is in its memory"));
+    ReportApplyFailure(command, late, &worker->registration.installed());
+    EndWorker(id, late);
+  });
+}
+
+void ReplicaSessions::Applied(Worker* worker,
+                              const v1::WorkerApplied& applied) {
+  const v1::RegisterWorker& registration = worker->registration;
+  if (applied.has_installed())
+    *worker->registration.mutable_installed() = applied.installed();
+  v1::NodeReport report;
+  v1::WorkerAppliedReport* up = report.mutable_worker_applied();
+  up->set_model(registration.model());
+  up->set_replica(registration.replica());
+  up->set_worker_index(registration.worker_index());
+  up->set_incarnation(registration.incarnation());
+  up->set_update_id(applied.update_id());
+  if (applied.has_failure()) *up->mutable_failure() = applied.failure();
+  *up->mutable_installed() = registration.installed();
+  *up->mutable_copy_duration() = applied.copy_duration();
+  up->set_copied_bytes(applied.copied_bytes());
+  // A client that does not echo it can only mean the one that it was given.
+  const std::string& command_id =
+      applied.command_id().empty() &&
+              applied.update_id() == worker->command.update_id()
+          ? worker->command_id
+          : applied.command_id();
+  up->set_command_id(command_id);
+  if (command_id == worker->command_id) EndApply(worker);
+  node_.link->Report(std::move(report));
+}
+
+void ReplicaSessions::EndApply(Worker* worker) {
+  node_.loop->Cancel(worker->timer);
+  worker->timer = 0;
+  worker->command_id.clear();
+  worker->pin.Release();
+}
+
+void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command,
+                                         const absl::Status& why,
+                                         const v1::InstalledState* installed) {
+  v1::NodeReport report;
+  v1::WorkerAppliedReport* up = report.mutable_worker_applied();
+  up->set_model(command.model());
+  up->set_replica(command.replica());
+  up->set_worker_index(command.worker_index());
+  up->set_incarnation(command.incarnation());
+  up->set_update_id(command.update_id());
+  up->set_command_id(command.command_id());
+  *up->mutable_failure() = ToFailure(why);
+  if (installed != nullptr) *up->mutable_installed() = *installed;
+  node_.link->Report(std::move(report));
+}
+
+// ---- The coordinator, time, and the end ----
+
+void ReplicaSessions::Announce() {
+  for (const auto& entry : controls_) {
+    if (entry.second->named) Join(entry.second.get());
+  }
+  for (const auto& entry : workers_) {
+    if (entry.second->named) Join(entry.second.get());
+  }
+}
+
+void ReplicaSessions::CheckLeases(absl::Time now) {
+  std::vector<std::pair<uint64_t, absl::Status>> controls, workers;
+  for (const auto& entry : controls_) {
+    absl::Status status = entry.second->CheckTime(now, node_);
+    if (!status.ok()) controls.emplace_back(entry.first, std::move(status));
+  }
+  for (const auto& entry : workers_) {
+    absl::Status status = entry.second->CheckTime(now, node_);
+    if (!status.ok()) workers.emplace_back(entry.first, std::move(status));
+  }
+  for (const auto& entry : controls) EndControl(entry.first, entry.second);
+  for (const auto& entry : workers) EndWorker(entry.first, entry.second);
+}
+
+void ReplicaSessions::ForgiveSilence(absl::Time now) {
+  for (const auto& entry : controls_) entry.second->last_heard = now;
+  for (const auto& entry : workers_) entry.second->last_heard = now;
+}
+
+void ReplicaSessions::EndAll(const absl::Status& why) {
+  down_ = why;
+  std::vector<uint64_t> controls, workers;
+  for (const auto& entry : controls_) controls.push_back(entry.first);
+  for (const auto& entry : workers_) workers.push_back(entry.first);
+  for (uint64_t id : controls) EndControl(id, why);
+  for (uint64_t id : workers) EndWorker(id, why);
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,438 @@
+#include "daemon/service/validate.h"
+
+#include <string>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "daemon/options.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+absl::Status Invalid(absl::string_view reason, absl::string_view message) {
+  return ErrorStatus(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+absl::Status Unimplemented(absl::string_view reason,
+                           absl::string_view message) {
+  return ErrorStatus(absl::StatusCode::kUnimplemented, reason, message);
+}
+
+// For sentences: a name may be anything, and long.
+std::string Quote(absl::string_view name) {
+  return name.size() <= 200 ? absl::StrCat("\"", name, "\"")
+                            : absl::StrCat("\"", name.substr(0, 200), "...\"");
+}
+
+template <typename Numbers>
+std::string List(const Numbers& numbers) {
+  return absl::StrCat("[", absl::StrJoin(numbers, ", "), "]");
+}
+
+absl::Status CheckTensor(
+    absl::string_view name, v1::DType dtype,
+    const google::protobuf::RepeatedField<int64_t>& shape) {
+  if (name.empty() || name.size() > 1024) {
+    return Invalid("PARAMETER_NAME_INVALID",
+                   absl::StrCat("a parameter's name has 1 to 1024 bytes, not ",
+                                name.size()));
+  }
+  const int element_bytes = BytesOf(dtype);
+  if (element_bytes == 0) {
+    return Invalid("DTYPE_UNKNOWN",
+                   absl::StrCat("parameter ", Quote(name), " has type ",
+                                static_cast<int>(dtype),
+                                ", which is none of DType; name one"));
+  }
+  if (shape.size() > kMaxDimensions) {
+    return Invalid(
+        "SHAPE_INVALID",
+        absl::StrCat("parameter ", Quote(name), " has ", shape.size(),
+                     " dimensions; at most ", kMaxDimensions));
+  }
+  int64_t bytes = element_bytes;
+  for (int64_t dimension : shape) {
+    if (dimension <= 0 || dimension > kMaxDimension) {
+      return Invalid(
+          "SHAPE_INVALID",
+          absl::StrCat("parameter ", Quote(name), " has shape ", List(shape),
+                       "; every dimension must be from 1 to 2^31"));
+    }
+    if (__builtin_mul_overflow(bytes, dimension, &bytes)) {
+      return Invalid(
+          "SHAPE_INVALID",
+          absl::StrCat("parameter ", Quote(name), " has shape ", List(shape),
+                       ", which is more than 2^63 bytes"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// `box` null: all of the tensor. `shape` was checked.
+absl::Status CheckBox(absl::string_view name,
+                      const google::protobuf::RepeatedField<int64_t>& shape,
+                      const v1::Box* box) {
+  if (box == nullptr) return absl::OkStatus();
+  bool inside =
+      box->offset_size() == shape.size() && box->extent_size() == shape.size();
+  for (int d = 0; inside && d < shape.size(); ++d) {
+    const int64_t offset = box->offset(d);
+    const int64_t extent = box->extent(d);
+    inside = offset >= 0 && extent > 0 && offset < shape.Get(d) &&
+             extent <= shape.Get(d) - offset;
+  }
+  if (inside) return absl::OkStatus();
+  return Invalid(
+      "BOX_OUT_OF_RANGE",
+      absl::StrCat("parameter ", Quote(name), ": the box of offset ",
+                   List(box->offset()), " and extent ", List(box->extent()),
+                   " is not a part of shape ", List(shape)));
+}
+
+// Of a box with extents `extent`; empty strides are fine.
+absl::Status CheckStrides(
+    absl::string_view name,
+    const google::protobuf::RepeatedField<int64_t>& strides,
+    const google::protobuf::RepeatedField<int64_t>& extent) {
+  if (strides.empty()) return absl::OkStatus();
+  if (strides.size() != extent.size()) {
+    return Invalid(
+        "STRIDES_INVALID",
+        absl::StrCat("parameter ", Quote(name), " has ", extent.size(),
+                     " dimensions and strides ", List(strides)));
+  }
+  for (int64_t stride : strides) {
+    if (stride < 0) {
+      return Invalid("STRIDES_INVALID",
+                     absl::StrCat("parameter ", Quote(name), " has strides ",
+                                  List(strides), "; none may be negative"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Bytes from the first to behind the last element, or -1 where that overflows.
+int64_t ReachBytes(int element_bytes,
+                   const google::protobuf::RepeatedField<int64_t>& strides,
+                   const google::protobuf::RepeatedField<int64_t>& extent) {
+  int64_t last = 0;
+  int64_t dense = 1;
+  for (int d = extent.size() - 1; d >= 0; --d) {
+    const int64_t stride = strides.empty() ? dense : strides.Get(d);
+    int64_t step;
+    if (__builtin_mul_overflow(extent.Get(d) - 1, stride, &step) ||
+        __builtin_add_overflow(last, step, &last) ||
+        __builtin_mul_overflow(dense, extent.Get(d), &dense)) {
+      return -1;
+    }
+  }
+  int64_t bytes;
+  if (__builtin_add_overflow(last, 1, &last) ||
+      __builtin_mul_overflow(last, element_bytes, &bytes)) {
+    return -1;
+  }
+  return bytes;
+}
+
+const google::protobuf::RepeatedField<int64_t>& ExtentOf(
+    const v1::TensorShard& shard) {
+  return shard.has_box() ? shard.box().extent() : shard.parameter().shape();
+}
+
+absl::Status CheckReplicaNames(absl::string_view model,
+                               absl::string_view replica, int worker_count,
+                               int protocol_version) {
+  absl::Status status = CheckModelName(model);
+  if (!status.ok()) return status;
+  if (!IsName(replica)) {
+    return Invalid(
+        "REPLICA_NAME_INVALID",
+        absl::StrCat(
+            "replica ", Quote(replica),
+            ": a name is 1 to 63 of [a-z0-9._-], beginning with a letter or "
+            "digit"));
+  }
+  if (worker_count < 1 || worker_count > kMaxWorkers) {
+    return Invalid(
+        "WORKER_COUNT_INVALID",
+        absl::StrCat("replica ", Quote(replica), " has ", worker_count,
+                     " workers; give 1 to ", kMaxWorkers));
+  }
+  return CheckProtocol(protocol_version);
+}
+
+}  // namespace
+
+bool IsName(absl::string_view name) {
+  if (name.empty() || name.size() > 63) return false;
+  for (char c : name) {
+    if (!absl::ascii_islower(c) && !absl::ascii_isdigit(c) && c != '.' &&
+        c != '_' && c != '-') {
+      return false;
+    }
+  }
+  return absl::ascii_isalnum(name[0]);
+}
+
+absl::Status CheckModelName(absl::string_view model) {
+  absl::string_view name = model;
+  if (!absl::ConsumePrefix(&name, "models/") || !IsName(name)) {
+    return Invalid(
+        "MODEL_NAME_INVALID",
+        absl::StrCat(
+            "model ", Quote(model),
+            ": say models/{model}, with 1 to 63 of [a-z0-9._-], beginning "
+            "with a letter or digit"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckProtocol(int version) {
+  if (version == 0 || (version >= kOldestProtocolVersion &&
+                       version <= kNewestProtocolVersion)) {
+    return absl::OkStatus();
+  }
+  return ErrorStatus(
+      absl::StatusCode::kFailedPrecondition, "PROTOCOL_UNSUPPORTED",
+      absl::StrCat("protocol version ", version,
+                   " was asked for; this weightsyncd ", kSoftwareVersion,
+                   " speaks ", kOldestProtocolVersion, " to ",
+                   kNewestProtocolVersion, "; install matching releases"));
+}
+
+int BytesOf(v1::DType dtype) {
+  switch (dtype) {
+    case v1::DTYPE_BOOL:
+    case v1::DTYPE_U8:
+    case v1::DTYPE_I8:
+    case v1::DTYPE_F8_E5M2:
+    case v1::DTYPE_F8_E4M3:
+      return 1;
+    case v1::DTYPE_I16:
+    case v1::DTYPE_U16:
+    case v1::DTYPE_F16:
+    case v1::DTYPE_BF16:
+      return 2;
+    case v1::DTYPE_I32:
+    case v1::DTYPE_U32:
+    case v1::DTYPE_F32:
+      return 4;
+    case v1::DTYPE_I64:
+    case v1::DTYPE_U64:
+    case v1::DTYPE_F64:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
+int64_t ParameterBytes(const v1::Parameter& parameter) {
+  int64_t bytes = BytesOf(parameter.dtype());
+  for (int64_t dimension : parameter.shape()) bytes *= dimension;
+  return bytes;
+}
+
+absl::Status CheckIdentity(const v1::TrainerIdentity& identity) {
+  absl::Status status = CheckModelName(identity.model());
+  if (!status.ok()) return status;
+  if (identity.world_size() < 1 || identity.world_size() > kMaxWorldSize) {
+    return Invalid("RANK_OUT_OF_RANGE",
+                   absl::StrCat("world_size is ", identity.world_size(),
+                                "; give 1 to ", kMaxWorldSize));
+  }
+  if (identity.rank() < 0 || identity.rank() >= identity.world_size()) {
+    return Invalid("RANK_OUT_OF_RANGE",
+                   absl::StrCat("rank ", identity.rank(), " of world_size ",
+                                identity.world_size(), "; give 0 to ",
+                                identity.world_size() - 1));
+  }
+  return CheckProtocol(identity.protocol_version());
+}
+
+absl::Status CheckReplica(const v1::RegisterReplica& registration) {
+  return CheckReplicaNames(registration.model(), registration.replica(),
+                           registration.worker_count(),
+                           registration.protocol_version());
+}
+
+absl::Status CheckWorker(const v1::RegisterWorker& registration) {
+  absl::Status status = CheckReplicaNames(
+      registration.model(), registration.replica(), registration.worker_count(),
+      registration.protocol_version());
+  if (!status.ok()) return status;
+  if (registration.worker_index() < 0 ||
+      registration.worker_index() >= registration.worker_count()) {
+    return Invalid("WORKER_INDEX_INVALID",
+                   absl::StrCat("worker ", registration.worker_index(), " of ",
+                                registration.worker_count(), "; give 0 to ",
+                                registration.worker_count() - 1));
+  }
+  if (registration.tensors_size() > kMaxParameters) {
+    return Invalid("TOO_MANY_PARAMETERS",
+                   absl::StrCat(registration.tensors_size(),
+                                " tensors; at most ", kMaxParameters));
+  }
+  absl::flat_hash_set<absl::string_view> names;
+  for (const v1::WantedTensor& tensor : registration.tensors()) {
+    status = CheckTensor(tensor.name(), tensor.dtype(), tensor.shape());
+    if (!status.ok()) return status;
+    status = CheckBox(tensor.name(), tensor.shape(),
+                      tensor.has_box() ? &tensor.box() : nullptr);
+    if (!status.ok()) return status;
+    status =
+        CheckStrides(tensor.name(), tensor.strides(),
+                     tensor.has_box() ? tensor.box().extent() : tensor.shape());
+    if (!status.ok()) return status;
+    if (!names.insert(tensor.name()).second) {
+      return Invalid("DUPLICATE_NAME",
+                     absl::StrCat("tensor ", Quote(tensor.name()),
+                                  " is wanted twice by one worker"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckShards(const v1::RegisterShardsRequest& request) {
+  if (request.shards_size() > kMaxParameters) {
+    return Invalid("TOO_MANY_PARAMETERS",
+                   absl::StrCat(request.shards_size(), " shards; at most ",
+                                kMaxParameters));
+  }
+  for (const v1::MemoryRegion& region : request.regions()) {
+    if (region.size_bytes() <= 0) {
+      return Invalid("MEMORY_SIZE_INVALID",
+                     absl::StrCat("a region has ", region.size_bytes(),
+                                  " bytes; give a positive number"));
+    }
+  }
+  absl::flat_hash_map<absl::string_view, const v1::Parameter*> parameters;
+  absl::flat_hash_set<std::string> boxes;
+  for (const v1::TensorShard& shard : request.shards()) {
+    const v1::Parameter& parameter = shard.parameter();
+    absl::Status status =
+        CheckTensor(parameter.name(), parameter.dtype(), parameter.shape());
+    if (!status.ok()) return status;
+    const v1::Box* box = shard.has_box() ? &shard.box() : nullptr;
+    status = CheckBox(parameter.name(), parameter.shape(), box);
+    if (!status.ok()) return status;
+    status = CheckStrides(parameter.name(), shard.strides(), ExtentOf(shard));
+    if (!status.ok()) return status;
+
+    const v1::Parameter* known =
+        parameters.emplace(parameter.name(), &parameter).first->second;
+    if (known->dtype() != parameter.dtype() ||
+        List(known->shape()) != List(parameter.shape()) ||
+        known->component() != parameter.component()) {
+      return Invalid(
+          "CATALOG_MISMATCH",
+          absl::StrCat(
+              "parameter ", Quote(parameter.name()),
+              " comes twice, with different types, shapes or components"));
+    }
+    const std::string key = absl::StrCat(
+        parameter.name(), "\n",
+        box == nullptr
+            ? ""
+            : absl::StrCat(List(box->offset()), List(box->extent())));
+    if (!boxes.insert(key).second) {
+      return Invalid(
+          "DUPLICATE_NAME",
+          absl::StrCat(
+              "parameter ", Quote(parameter.name()),
+              " comes twice with the same box; register each part once"));
+    }
+
+    if (shard.region() < 0 || shard.region() >= request.regions_size()) {
+      return Invalid("MEMORY_OUT_OF_RANGE",
+                     absl::StrCat("parameter ", Quote(parameter.name()),
+                                  " lies in region ", shard.region(), " of ",
+                                  request.regions_size()));
+    }
+    const int64_t size = request.regions(shard.region()).size_bytes();
+    const int64_t reach = ReachBytes(BytesOf(parameter.dtype()),
+                                     shard.strides(), ExtentOf(shard));
+    if (shard.offset_bytes() < 0 || reach < 0 || shard.offset_bytes() > size ||
+        reach > size - shard.offset_bytes()) {
+      return Invalid(
+          "MEMORY_OUT_OF_RANGE",
+          absl::StrCat(
+              "parameter ", Quote(parameter.name()), " reaches from byte ",
+              shard.offset_bytes(), " over ",
+              reach < 0 ? std::string("more than 2^63") : absl::StrCat(reach),
+              " bytes, beyond its region of ", size, " bytes"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+int64_t ShardBytes(const v1::RegisterShardsRequest& request) {
+  int64_t bytes = 0;
+  for (const v1::TensorShard& shard : request.shards()) {
+    int64_t shard_bytes = BytesOf(shard.parameter().dtype());
+    for (int64_t extent : ExtentOf(shard)) shard_bytes *= extent;
+    bytes += shard_bytes;
+  }
+  return bytes;
+}
+
+absl::Status CheckPublish(const v1::PublishVersionRequest& request) {
+  if (request.version() < 0) {
+    return Invalid("VERSION_INVALID",
+                   absl::StrCat("version ", request.version(),
+                                "; give a positive one, or 0 to have the "
+                                "server count"));
+  }
+  if (request.request_id().size() > 128) {
+    return Invalid("REQUEST_ID_INVALID",
+                   absl::StrCat("request_id has ", request.request_id().size(),
+                                " bytes; at most 128"));
+  }
+  const v1::UpdateOptions& options = request.options();
+  if (options.publish_mode() != v1::PUBLISH_MODE_UNSPECIFIED &&
+      options.publish_mode() != v1::PUBLISH_MODE_SNAPSHOT) {
+    return Unimplemented(
+        "PUBLISH_MODE_UNIMPLEMENTED",
+        absl::StrCat("publish_mode ",
+                     v1::PublishMode_Name(options.publish_mode()),
+                     " does not exist yet; use PUBLISH_MODE_SNAPSHOT"));
+  }
+  if (options.update_mode() != v1::UPDATE_MODE_UNSPECIFIED &&
+      options.update_mode() != v1::UPDATE_MODE_STAGE) {
+    return Unimplemented(
+        "UPDATE_MODE_UNIMPLEMENTED",
+        absl::StrCat("update_mode ", v1::UpdateMode_Name(options.update_mode()),
+                     " does not exist yet; use UPDATE_MODE_STAGE"));
+  }
+  if (options.pause_mode() != v1::PAUSE_MODE_UNSPECIFIED &&
+      options.pause_mode() != v1::PAUSE_MODE_DRAIN) {
+    return Unimplemented(
+        "PAUSE_MODE_UNIMPLEMENTED",
+        absl::StrCat("pause_mode ", v1::PauseMode_Name(options.pause_mode()),
+                     " does not exist yet; use PAUSE_MODE_DRAIN"));
+  }
+  if (options.commit_policy().has_rolling()) {
+    return Unimplemented(
+        "COMMIT_POLICY_UNIMPLEMENTED",
+        "commit_policy rolling does not exist yet; use lockstep");
+  }
+  if (options.allow_no_recovery()) {
+    return Unimplemented(
+        "OPTION_UNIMPLEMENTED",
+        "allow_no_recovery belongs to UPDATE_MODE_STREAM, which does not exist "
+        "yet; leave it out");
+  }
+  if (options.verify_source()) {
+    return Unimplemented("OPTION_UNIMPLEMENTED",
+                         "verify_source does not exist yet; leave it out");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,73 @@
+// What can be said about a request by looking at it alone. Everything here is
+// pure.
+//
+// The coordinator checks the same things again where it depends on them; these
+// checks come first, so that nothing about a request that cannot be right
+// leaves the node.
+
+#ifndef WEIGHTSYNC_DAEMON_SERVICE_VALIDATE_H_
+#define WEIGHTSYNC_DAEMON_SERVICE_VALIDATE_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "weightsync/v1/admin.pb.h"
+#include "weightsync/v1/replica.pb.h"
+#include "weightsync/v1/trainer.pb.h"
+#include "weightsync/v1/types.pb.h"
+
+namespace weightsync {
+namespace daemon {
+
+// Parameters, dimensions and workers beyond these are mistakes, and would make
+// lists that nobody can hold.
+inline constexpr int kMaxDimensions = 16;
+inline constexpr int kMaxWorldSize = 65536;
+inline constexpr int kMaxWorkers = 4096;
+inline constexpr int kMaxParameters = 1 << 20;
+inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
+
+// 1 to 63 of [a-z0-9._-], beginning with a letter or digit.
+bool IsName(absl::string_view name);
+
+// INVALID_ARGUMENT (MODEL_NAME_INVALID) unless "models/{model}".
+absl::Status CheckModelName(absl::string_view model);
+
+// FAILED_PRECONDITION (PROTOCOL_UNSUPPORTED). 0 is a client that does not say.
+absl::Status CheckProtocol(int version);
+
+// 0 for an unknown one.
+int BytesOf(v1::DType dtype);
+
+// Bytes of the whole tensor. REQUIRES: its type and shape were checked.
+int64_t ParameterBytes(const v1::Parameter& parameter);
+
+absl::Status CheckIdentity(const v1::TrainerIdentity& identity);
+absl::Status CheckReplica(const v1::RegisterReplica& registration);
+// Everything of a worker's registration, its tensors too.
+absl::Status CheckWorker(const v1::RegisterWorker& registration);
+
+// Names, types, shapes, boxes, strides and places in regions, but not what lies
+// in the regions.
+//   INVALID_ARGUMENT  DTYPE_UNKNOWN, SHAPE_INVALID, BOX_OUT_OF_RANGE,
+//   STRIDES_INVALID,
+//     DUPLICATE_NAME (one box of a parameter twice), CATALOG_MISMATCH (one name
+//     with two types or shapes), MEMORY_OUT_OF_RANGE (beyond the region, or no
+//     such region), MEMORY_SIZE_INVALID.
+absl::Status CheckShards(const v1::RegisterShardsRequest& request);
+
+// Bytes of the elements of all shards. REQUIRES: CheckShards is OK.
+int64_t ShardBytes(const v1::RegisterShardsRequest& request);
+
+//   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID.
+//   UNIMPLEMENTED  UPDATE_MODE_UNIMPLEMENTED, PUBLISH_MODE_UNIMPLEMENTED,
+//     PAUSE_MODE_UNIMPLEMENTED, COMMIT_POLICY_UNIMPLEMENTED,
+//     OPTION_UNIMPLEMENTED.
+absl::Status CheckPublish(const v1::PublishVersionRequest& request);
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_SERVICE_VALIDATE_H_

@@ -1,0 +1,197 @@
+#include "daemon/service/validate.h"
+
+#include <limits>
+
+#include "google/protobuf/text_format.h"
+#include "gtest/gtest.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+template <typename Message>
+Message Parse(const std::string& text) {
+  Message message;
+  EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, &message))
+      << text;
+  return message;
+}
+
+std::string Shards(const std::string& text) {
+  return ErrorReason(CheckShards(Parse<v1::RegisterShardsRequest>(text)));
+}
+
+std::string Worker(const std::string& tensor) {
+  return ErrorReason(CheckWorker(Parse<v1::RegisterWorker>(
+      "model: 'models/m' replica: 'r' worker_count: 1 tensors { " + tensor +
+      " }")));
+}
+
+constexpr char kGood[] =
+    "regions { size_bytes: 48 } "
+    "shards { parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }";
+
+TEST(ValidateTest, NamesOfModels) {
+  EXPECT_TRUE(CheckModelName("models/qwen2.5-0.5b").ok());
+  for (const char* bad :
+       {"", "models/", "qwen", "models/A", "models/-a", "models/a/b"}) {
+    EXPECT_EQ(ErrorReason(CheckModelName(bad)), "MODEL_NAME_INVALID") << bad;
+  }
+}
+
+TEST(ValidateTest, ShardsThatFitExactlyAreFine) {
+  EXPECT_EQ(Shards(kGood), "");
+  EXPECT_EQ(ShardBytes(Parse<v1::RegisterShardsRequest>(kGood)), 48);
+  // A scalar, and a part with strides: elements 0, 1, 6 and 7.
+  EXPECT_EQ(Shards("regions { size_bytes: 4 } "
+                   "shards { parameter { name: 's' dtype: DTYPE_F32 } }"),
+            "");
+  EXPECT_EQ(
+      Shards("regions { size_bytes: 16 } "
+             "shards { parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } "
+             "box { offset: [0, 0] extent: [2, 2] } strides: [6, 1] }"),
+      "");
+}
+
+TEST(ValidateTest, ShardsBeyondTheirRegion) {
+  EXPECT_EQ(
+      Shards(
+          "regions { size_bytes: 47 } "
+          "shards { parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }"),
+      "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shards("regions { size_bytes: 48 } shards { offset_bytes: 1 "
+                   "parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }"),
+            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shards("regions { size_bytes: 48 } shards { offset_bytes: "
+                   "9223372036854775807 "
+                   "parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }"),
+            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shards("regions { size_bytes: 48 } shards { offset_bytes: -2 "
+                   "parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }"),
+            "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(
+      Shards("regions { size_bytes: 15 } "
+             "shards { parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } "
+             "box { offset: [0, 0] extent: [2, 2] } strides: [6, 1] }"),
+      "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(
+      Shards("regions { size_bytes: 48 } "
+             "shards { parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } "
+             "strides: [6148914691236517205, 1] }"),
+      "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shards("regions { size_bytes: 48 } shards { region: 1 "
+                   "parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }"),
+            "MEMORY_OUT_OF_RANGE");
+}
+
+TEST(ValidateTest, ShapesAndTypes) {
+  const std::string region = "regions { size_bytes: 9223372036854775807 } ";
+  EXPECT_EQ(
+      Shards(region + "shards { parameter { name: 'a' dtype: 99 shape: 1 } }"),
+      "DTYPE_UNKNOWN");
+  EXPECT_EQ(Shards(region + "shards { parameter { name: 'a' shape: 1 } }"),
+            "DTYPE_UNKNOWN");
+  for (const char* shape : {"-1", "0", "2147483649", "[1, 0]",
+                            "[2147483648, 2147483648, 2147483648]"}) {
+    EXPECT_EQ(
+        Shards(region +
+               "shards { parameter { name: 'a' dtype: DTYPE_BF16 shape: " +
+               shape + " } }"),
+        "SHAPE_INVALID")
+        << shape;
+    EXPECT_EQ(
+        Worker(std::string("name: 'a' dtype: DTYPE_BF16 shape: ") + shape),
+        "SHAPE_INVALID")
+        << shape;
+  }
+  EXPECT_EQ(Worker("name: 'a' dtype: 77 shape: 1"), "DTYPE_UNKNOWN");
+}
+
+TEST(ValidateTest, Boxes) {
+  for (const char* box :
+       {"offset: [0] extent: [4]", "offset: [0, 0] extent: [4, 7]",
+        "offset: [-1, 0] extent: [1, 1]", "offset: [4, 0] extent: [1, 1]",
+        "offset: [0, 0] extent: [0, 6]",
+        "offset: [1, 1] extent: [9223372036854775807, 1]"}) {
+    EXPECT_EQ(
+        Shards(
+            std::string(
+                "regions { size_bytes: 4800 } shards { parameter { name: 'a' "
+                "dtype: DTYPE_BF16 shape: [4, 6] } box { ") +
+            box + " } }"),
+        "BOX_OUT_OF_RANGE")
+        << box;
+    EXPECT_EQ(
+        Worker(std::string("name: 'a' dtype: DTYPE_BF16 shape: [4, 6] box { ") +
+               box + " }"),
+        "BOX_OUT_OF_RANGE")
+        << box;
+  }
+}
+
+TEST(ValidateTest, NamesThatComeTwice) {
+  const std::string again = kGood + std::string(
+                                        " shards { parameter { name: 'a' "
+                                        "dtype: DTYPE_BF16 shape: [4, 6] } }");
+  EXPECT_EQ(Shards(again), "DUPLICATE_NAME");
+  const std::string other =
+      kGood +
+      std::string(
+          " shards { parameter { name: 'a' dtype: DTYPE_F16 shape: [4, 6] } }");
+  EXPECT_EQ(Shards(other), "CATALOG_MISMATCH");
+  EXPECT_EQ(Worker("name: 'a' dtype: DTYPE_BF16 shape: 1 } "
+                   "tensors { name: 'a' dtype: DTYPE_BF16 shape: 1"),
+            "DUPLICATE_NAME");
+}
+
+TEST(ValidateTest, OptionsThatComeLaterAreUnimplementedByName) {
+  const auto reason = [](const std::string& options) {
+    return ErrorReason(CheckPublish(
+        Parse<v1::PublishVersionRequest>("options { " + options + " }")));
+  };
+  EXPECT_EQ(reason(""), "");
+  EXPECT_EQ(
+      reason("pause_mode: PAUSE_MODE_DRAIN commit_policy { lockstep {} }"), "");
+  EXPECT_EQ(reason("publish_mode: PUBLISH_MODE_IN_PLACE"),
+            "PUBLISH_MODE_UNIMPLEMENTED");
+  EXPECT_EQ(reason("update_mode: UPDATE_MODE_STREAM"),
+            "UPDATE_MODE_UNIMPLEMENTED");
+  EXPECT_EQ(reason("pause_mode: PAUSE_MODE_NONE"), "PAUSE_MODE_UNIMPLEMENTED");
+  EXPECT_EQ(reason("commit_policy { rolling { max_unavailable: 1 } }"),
+            "COMMIT_POLICY_UNIMPLEMENTED");
+  EXPECT_EQ(reason("allow_no_recovery: true"), "OPTION_UNIMPLEMENTED");
+  EXPECT_EQ(reason("verify_source: true"), "OPTION_UNIMPLEMENTED");
+}
+
+TEST(ValidateTest, Publishing) {
+  v1::PublishVersionRequest request;
+  request.set_version(-1);
+  EXPECT_EQ(ErrorReason(CheckPublish(request)), "VERSION_INVALID");
+  request.set_version(0);
+  request.set_request_id(std::string(129, 'x'));
+  EXPECT_EQ(ErrorReason(CheckPublish(request)), "REQUEST_ID_INVALID");
+}
+
+TEST(ValidateTest, RanksAndWorkers) {
+  EXPECT_EQ(ErrorReason(CheckIdentity(Parse<v1::TrainerIdentity>(
+                "model: 'models/m' rank: 2 world_size: 2"))),
+            "RANK_OUT_OF_RANGE");
+  EXPECT_EQ(ErrorReason(CheckIdentity(Parse<v1::TrainerIdentity>(
+                "model: 'models/m' world_size: 1 protocol_version: 9"))),
+            "PROTOCOL_UNSUPPORTED");
+  EXPECT_EQ(
+      ErrorReason(CheckWorker(Parse<v1::RegisterWorker>(
+          "model: 'models/m' replica: 'r' worker_count: 1 worker_index: 1"))),
+      "WORKER_INDEX_INVALID");
+  EXPECT_EQ(ErrorReason(CheckReplica(Parse<v1::RegisterReplica>(
+                "model: 'models/m' replica: 'R' worker_count: 1"))),
+            "REPLICA_NAME_INVALID");
+  EXPECT_EQ(ErrorReason(CheckReplica(
+                Parse<v1::RegisterReplica>("model: 'models/m' replica: 'r'"))),
+            "WORKER_COUNT_INVALID");
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync

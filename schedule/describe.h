@@ -1,0 +1,94 @@
+// The plan of a described cluster, from a model and a few counts: what
+// `weightsyncctl plan` prints and the Plan RPC answers, without any cluster.
+
+#ifndef WEIGHTSYNC_SCHEDULE_DESCRIBE_H_
+#define WEIGHTSYNC_SCHEDULE_DESCRIBE_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "schedule/catalog.h"
+#include "schedule/cost.h"
+#include "schedule/models.h"
+#include "schedule/parallel.h"
+#include "schedule/transfer_schedule.h"
+
+namespace weightsync {
+namespace schedule {
+
+struct PlanRequest {
+  // Not owned; must outlive the call.
+  const Catalog* catalog = nullptr;
+  // Head sizes and the like; a default one is good enough for a catalog from a
+  // file (tensors are then cut by rows).
+  ModelConfig model;
+  TransferConfig config;
+  Policy policy = Policy::kAuto;
+  // Beside training_sharding, which is that of the data-parallel groups.
+  int training_pp = 1;
+  int training_tp = 1;
+  int training_ep = 1;
+  int inference_ep = 1;
+  // Trainer ranks fill nodes in order, workers fill nodes after them.
+  int gpus_per_node = 8;
+  Rates rates;
+};
+
+struct GroupReport {
+  int group_id = 0;
+  int sender_rank = -1;  // PAIRED and BROADCAST
+  int sender_node = -1;
+  int world_size = 1;
+  // PAIRED and BROADCAST: (replica, tp rank), and for PAIRED their ports.
+  std::vector<std::pair<int, int>> targets;
+  std::vector<int> ports;
+  // SHARDED: the chain.
+  std::vector<int> nodes;
+  int64_t bytes = 0;
+};
+
+// What another policy would have cost, or why it cannot be had.
+struct PolicyReport {
+  Policy policy = Policy::kSharded;
+  double total_seconds = 0;
+  absl::Status status;
+};
+
+struct PlanReport {
+  Policy requested = Policy::kAuto;
+  Policy policy = Policy::kSharded;  // never kAuto
+  std::vector<int> sender_ranks;     // those that send something
+  std::vector<GroupReport> groups;
+  int num_groups = 0;
+  int64_t num_tensors = 0;
+  int64_t num_buckets = 0;
+  int64_t bucket_bytes = 0;
+  int64_t total_bytes = 0;  // of the catalog
+  int64_t wire_bytes = 0;
+  int trainer_nodes = 0;
+  int inference_nodes = 0;
+  // Seconds per phase, bound_by, lower bound, staging bytes.
+  CostEstimate cost;
+  // Of the layout, the policy and all flows.
+  uint64_t plan_digest = 0;
+  std::vector<PolicyReport> policies;  // all that were weighed
+};
+
+// Errors: those of CheckConfig, SchedulePaired and TrainerLists; and
+// RESOURCE_EXHAUSTED PLAN_TOO_LARGE for more than 2^23 shards.
+absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request);
+
+// One JSON object; `plan_seconds` is what the caller measured. Digests are
+// 16 hexadecimal digits, for not all readers keep 64-bit integers.
+std::string PlanJson(const PlanReport& report, double plan_seconds);
+
+// 16 hexadecimal digits.
+std::string DigestString(uint64_t digest);
+
+}  // namespace schedule
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_SCHEDULE_DESCRIBE_H_

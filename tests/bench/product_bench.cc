@@ -1,0 +1,324 @@
+// Measures whole updates, from a trainer's publish to a worker's memory,
+// through daemons that run already; beside each update it measures, in the same
+// minute, what the machine does without weightsync. tests/bench/run.sh starts
+// the daemons, in network namespaces where the network is measured, and calls
+// this program once per process:
+//
+//   product_bench --role=worker --address=… --replica=r1 [--sink_port=7000]
+//     One replica with one worker that wants the whole model. With --sink_port
+//     it is also the receiving end of plain sockets. Prints "ready" and stays
+//     until its standard input ends.
+//
+//   product_bench --role=trainer --address=… --replicas=N --value=… --floor=…
+//     One rank that holds the whole model. Waits for the replicas, publishes
+//     --warm_up + --runs versions, and prints one JSON object a line.
+//
+// Values: what is taken of each update.
+//   applied   GB/s from the call of publish to the last worker's apply
+//   transfer  GB/s of the phase from the first byte to VERIFIED
+//   seconds   of that phase
+// Floors: what is measured beside it, in the same unit.
+//   memcpy    of as many bytes, by two threads
+//   sockets   of as many bytes to --sink, by the best of 1, 2 and 4 streams
+#include <gflags/gflags.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "client/cc/replica.h"
+#include "client/cc/rpc.h"
+#include "client/cc/trainer.h"
+#include "client/cc/worker.h"
+#include "glog/logging.h"
+#include "tests/bench/floor.h"
+#include "weightsync/v1/admin.grpc.pb.h"
+
+DEFINE_string(role, "", "\"trainer\" or \"worker\".");
+DEFINE_string(address, "", "Of the daemon of this node.");
+DEFINE_string(model, "bench", "Name of the model.");
+DEFINE_int64(bytes, int64_t{1} << 30, "Size of the model; bf16 elements.");
+DEFINE_int64(tensor_bytes, int64_t{32} << 20, "Size of its tensors.");
+
+// Worker.
+DEFINE_string(replica, "r1", "Name of the replica.");
+DEFINE_bool(stay, false,
+            "Stay until SIGTERM instead of the end of the standard input.");
+DEFINE_int32(sink_port, 0, "Port of the sink of plain sockets; 0: none.");
+
+// Trainer.
+DEFINE_string(bench, "", "Name of the benchmark in what is printed.");
+DEFINE_int32(replicas, 1, "How many replicas to wait for.");
+DEFINE_int32(warm_up, 2, "Updates that are not counted.");
+DEFINE_int32(runs, 5, "Updates that are counted.");
+DEFINE_string(value, "applied", "\"applied\", \"transfer\" or \"seconds\".");
+DEFINE_string(floor, "memcpy", "\"memcpy\" or \"sockets\".");
+DEFINE_string(sink, "", "\"host:port\" of the sink of plain sockets.");
+DEFINE_bool(verbose, false, "Prints every update to stderr.");
+
+namespace weightsync {
+namespace bench {
+namespace {
+
+constexpr absl::Duration kPatience = absl::Minutes(2);
+
+// The model: equal matrices, the last one shorter.
+std::vector<client::Tensor> MakeTensors(char* data) {
+  std::vector<client::Tensor> tensors;
+  for (int64_t begin = 0; begin < FLAGS_bytes; begin += FLAGS_tensor_bytes) {
+    const int64_t bytes = std::min(FLAGS_tensor_bytes, FLAGS_bytes - begin);
+    client::Tensor tensor;
+    tensor.name = absl::StrCat("layers.", tensors.size(), ".weight");
+    tensor.dtype = v1::DTYPE_BF16;
+    tensor.shape = {bytes / 2048, 1024};
+    tensor.data = data + begin;
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+absl::Time FromProto(const google::protobuf::Timestamp& time) {
+  return absl::FromUnixSeconds(time.seconds()) +
+         absl::Nanoseconds(time.nanos());
+}
+
+absl::Duration FromProto(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) +
+         absl::Nanoseconds(duration.nanos());
+}
+
+absl::Status RunWorker() {
+  if (FLAGS_sink_port > 0) StartSink("0.0.0.0", FLAGS_sink_port, FLAGS_bytes);
+  WarmMemory memory(FLAGS_bytes);
+  const std::string incarnation = client::RandomId();
+
+  client::WorkerOptions worker_options;
+  worker_options.address = FLAGS_address;
+  worker_options.model = FLAGS_model;
+  worker_options.replica = FLAGS_replica;
+  worker_options.incarnation = incarnation;
+  worker_options.client = "product_bench";
+  absl::StatusOr<std::unique_ptr<client::Worker>> worker =
+      client::Worker::Start(worker_options, MakeTensors(memory.data()));
+  if (!worker.ok()) return worker.status();
+
+  client::ReplicaOptions replica_options;
+  replica_options.address = FLAGS_address;
+  replica_options.model = FLAGS_model;
+  replica_options.replica = FLAGS_replica;
+  replica_options.incarnation = incarnation;
+  replica_options.client = "product_bench";
+  client::ReplicaHooks hooks;
+  hooks.on_pause =
+      [](const client::PauseRequest&) -> absl::StatusOr<std::string> {
+    return std::string("nothing ran");
+  };
+  hooks.on_resume = [](const client::ResumeInfo&) { return absl::OkStatus(); };
+  absl::StatusOr<std::unique_ptr<client::Replica>> replica =
+      client::Replica::Start(replica_options, hooks);
+  if (!replica.ok()) return replica.status();
+
+  absl::Status status = (*worker)->WaitRegistered(kPatience);
+  if (status.ok()) status = (*replica)->WaitRegistered(kPatience);
+  if (!status.ok()) return status;
+  std::printf("ready\n");
+  std::fflush(stdout);
+  char ignored;
+  while (FLAGS_stay ? pause() != 0 : read(STDIN_FILENO, &ignored, 1) > 0) {
+  }
+  (*replica)->Close();
+  (*worker)->Close();
+  return absl::OkStatus();
+}
+
+// Waits until that many replicas of the model serve, or could.
+absl::Status WaitForReplicas(v1::AdminService::Stub* admin) {
+  const absl::Time deadline = absl::Now() + kPatience;
+  int serving = 0;
+  while (absl::Now() < deadline) {
+    grpc::ClientContext context;
+    client::PrepareContext(deadline, &context);
+    v1::ListReplicasRequest request;
+    request.set_parent(client::ModelName(FLAGS_model));
+    v1::ListReplicasResponse response;
+    const grpc::Status status =
+        admin->ListReplicas(&context, request, &response);
+    if (!status.ok()) return client::CallStatus("ListReplicas", status);
+    serving = 0;
+    for (const v1::Replica& replica : response.replicas()) {
+      serving += replica.state() == v1::Replica::STATE_SERVING;
+    }
+    if (serving >= FLAGS_replicas) return absl::OkStatus();
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  return absl::DeadlineExceededError(absl::StrCat(
+      serving, " of ", FLAGS_replicas, " replicas serve the model"));
+}
+
+// One update, and what was taken of it in the unit of the benchmark.
+absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
+  const absl::Time start = absl::Now();
+  absl::StatusOr<client::PublishResult> published =
+      trainer->Publish(client::PublishOptions());
+  if (!published.ok()) return published.status();
+  absl::StatusOr<v1::Version> version = trainer->Wait(*published, kPatience);
+  if (!version.ok()) return version.status();
+  if (version->replicas_size() < FLAGS_replicas) {
+    return absl::InternalError(absl::StrCat(
+        version->name(), " reached ", version->replicas_size(), " replicas"));
+  }
+  absl::Duration transfer;
+  for (const v1::PhaseTime& phase : version->phases()) {
+    if (phase.phase() == "transfer") transfer = FromProto(phase.measured());
+  }
+  absl::Time applied = start;
+  for (const v1::ReplicaTimes& replica : version->replicas()) {
+    applied = std::max(applied, FromProto(replica.applied_time()));
+  }
+  if (FLAGS_verbose) {
+    std::fprintf(stderr, "%s: stall %.3f s, copy %.3f s, applied %.3f s",
+                 version->name().c_str(),
+                 absl::ToDoubleSeconds(published->stall),
+                 absl::ToDoubleSeconds(published->copy_duration),
+                 absl::ToDoubleSeconds(applied - start));
+    for (const v1::PhaseTime& phase : version->phases()) {
+      std::fprintf(stderr, ", %s %.3f", phase.phase().c_str(),
+                   absl::ToDoubleSeconds(FromProto(phase.measured())));
+    }
+    std::fprintf(stderr, "\n");
+  }
+  const absl::Duration time =
+      FLAGS_value == "applied" ? applied - start : transfer;
+  if (time <= absl::ZeroDuration()) {
+    return absl::InternalError(
+        absl::StrCat(version->name(), " says nothing of its times"));
+  }
+  const double seconds = absl::ToDoubleSeconds(time);
+  return FLAGS_value == "seconds" ? seconds : FLAGS_bytes / seconds / 1e9;
+}
+
+absl::StatusOr<double> MeasureFloor(const WarmMemory& source,
+                                    const WarmMemory* target) {
+  absl::Duration best = absl::InfiniteDuration();
+  if (FLAGS_floor == "memcpy") {
+    best = TimeMemcpy(source, *target, 2);
+  } else {
+    const std::pair<std::string, std::string> sink =
+        absl::StrSplit(FLAGS_sink, absl::MaxSplits(':', 1));
+    int port = 0;
+    if (!absl::SimpleAtoi(sink.second, &port)) {
+      return absl::InvalidArgumentError("--sink is not host:port");
+    }
+    for (int streams : {1, 2, 4}) {
+      best = std::min(best, TimeSockets(source, sink.first, port, streams));
+    }
+  }
+  const double seconds = absl::ToDoubleSeconds(best);
+  return FLAGS_value == "seconds" ? seconds : FLAGS_bytes / seconds / 1e9;
+}
+
+double Median(std::vector<double> values) {
+  CHECK(!values.empty());
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle]
+                                : (values[middle - 1] + values[middle]) / 2;
+}
+
+absl::Status RunTrainer() {
+  client::TrainerOptions options;
+  options.address = FLAGS_address;
+  options.model = FLAGS_model;
+  options.client = "product_bench";
+  absl::StatusOr<std::unique_ptr<client::Trainer>> trainer =
+      client::Trainer::Connect(options);
+  if (!trainer.ok()) return trainer.status();
+  absl::StatusOr<client::TrainerArena> arena =
+      (*trainer)->AllocateArena(FLAGS_bytes);
+  if (!arena.ok()) return arena.status();
+  std::mt19937_64 random(1);
+  for (int64_t i = 0; i + 8 <= FLAGS_bytes; i += 8) {
+    const uint64_t word = random();
+    std::copy_n(reinterpret_cast<const char*>(&word), 8, arena->data + i);
+  }
+  absl::StatusOr<v1::RegisterShardsResponse> registered =
+      (*trainer)->RegisterShards(MakeTensors(arena->data));
+  if (!registered.ok()) return registered.status();
+
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> channel =
+      client::MakeChannel(FLAGS_address);
+  if (!channel.ok()) return channel.status();
+  std::unique_ptr<v1::AdminService::Stub> admin =
+      v1::AdminService::NewStub(*channel);
+  absl::Status status = WaitForReplicas(admin.get());
+  if (!status.ok()) return status;
+
+  WarmMemory source(FLAGS_bytes);
+  std::unique_ptr<WarmMemory> target;
+  if (FLAGS_floor == "memcpy") target.reset(new WarmMemory(FLAGS_bytes));
+
+  std::vector<double> values, floors, ratios;
+  for (int run = -FLAGS_warm_up; run < FLAGS_runs; ++run) {
+    // What changes between versions must not be a whole model: it is the
+    // trainer's own work, and not what is measured.
+    for (int64_t i = 0; i < FLAGS_bytes; i += 4096) ++arena->data[i];
+    absl::StatusOr<double> floor = MeasureFloor(source, target.get());
+    if (!floor.ok()) return floor.status();
+    absl::StatusOr<double> value = MeasureUpdate(trainer->get());
+    if (!value.ok()) return value.status();
+    if (FLAGS_verbose) {
+      std::fprintf(stderr, "run %d: value %.4f floor %.4f\n", run, *value,
+                   *floor);
+    }
+    if (run < 0) continue;
+    values.push_back(*value);
+    floors.push_back(*floor);
+    ratios.push_back(*value / *floor);
+  }
+  const char* unit = FLAGS_value == "seconds" ? "s" : "GB/s";
+  std::printf(
+      "{\"bench\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %.4f, "
+      "\"floor_unit\": \"%s %s\", \"ratio\": %.4f, \"runs\": %zu}\n",
+      FLAGS_bench.c_str(), Median(values), unit, Median(floors), unit,
+      FLAGS_floor == "memcpy" ? "memcpy, 2 threads"
+                              : "plain sockets, best of 1, 2, 4 streams",
+      Median(ratios), values.size());
+  std::fflush(stdout);
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace bench
+}  // namespace weightsync
+
+int main(int argc, char** argv) {
+  FLAGS_logtostderr = true;
+  google::InitGoogleLogging(argv[0]);
+  gflags::ParseCommandLineFlags(&argc, &argv, true);
+  absl::Status status;
+  if (FLAGS_role == "worker") {
+    status = weightsync::bench::RunWorker();
+  } else if (FLAGS_role == "trainer") {
+    status = weightsync::bench::RunTrainer();
+  } else {
+    status = absl::InvalidArgumentError("--role is trainer or worker");
+  }
+  if (!status.ok()) {
+    std::fprintf(stderr, "product_bench: %s\n", status.ToString().c_str());
+    return 1;
+  }
+  return 0;
+}

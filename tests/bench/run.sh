@@ -1,0 +1,291 @@
+#!/bin/bash
+# Measures weightsync on this machine, each number beside what the machine itself does in the
+# same minutes.
+#
+# Usage: tests/bench/run.sh [NAME ...] [--json] [--smoke] [--runs N] [--verbose]
+#   NAME      same_node_stage  publish to applied on one node, 1 GiB: GB/s over memcpy
+#             one_hop          first byte to VERIFIED between two network namespaces, 1 GiB:
+#                              GB/s over plain sockets
+#             fanout_1 _2 _4   256 MiB to so many nodes over links of 1 Gbit/s: seconds over
+#                              those of plain sockets to one node
+#             daemon_memory    resident bytes of the daemon of same_node_stage beyond its arenas
+#             plan_deepseek plan_growth replan   time to plan; nothing moves
+#             Without names: all.
+#   --json    one JSON object a line: {"bench","value","unit","floor","floor_unit","ratio","runs"}
+#   --smoke   tiny sizes, once: shows that it works, not how fast
+#   --runs N  updates that are counted (default 5; 9 for one_hop)
+#   --verbose every update to stderr
+#
+# Values are medians; `ratio` is the median of the ratios of neighbouring measurements. Those that
+# need network namespaces need root. Exit code: 0 when all were measured.
+set -uo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+. tests/bench/netns.sh
+readonly ALL=(same_node_stage daemon_memory one_hop fanout_1 fanout_2 fanout_4
+  plan_deepseek plan_growth replan)
+readonly SMOKE=(same_node_stage daemon_memory one_hop fanout_2 plan_growth)
+readonly PORT=7670
+readonly SINK_PORT=7000
+
+json=
+smoke=
+verbose=
+runs=
+names=()
+while (($# > 0)); do
+  case "$1" in
+    --json) json=1 ;;
+    --smoke) smoke=1 ;;
+    --verbose) verbose=--verbose ;;
+    --runs)
+      runs=${2:?--runs needs a number}
+      shift
+      ;;
+    -h | --help)
+      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    -*)
+      echo "run.sh: unknown argument: $1 (see --help)" >&2
+      exit 2
+      ;;
+    *)
+      if [[ " ${ALL[*]} " != *" $1 "* ]]; then
+        echo "run.sh: no benchmark is called $1; there are: ${ALL[*]}" >&2
+        exit 2
+      fi
+      names+=("$1")
+      ;;
+  esac
+  shift
+done
+if ((${#names[@]} == 0)); then
+  if [[ -n "$smoke" ]]; then names=("${SMOKE[@]}"); else names=("${ALL[@]}"); fi
+fi
+
+readonly DAEMON=bazel-bin/daemon/weightsyncd
+readonly BENCH=bazel-bin/tests/bench/product_bench
+readonly PLAN_BENCH=bazel-bin/tests/bench/plan_bench
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/weightsync-bench.XXXXXX") || exit 1
+results=$work/results
+: >"$results"
+networked=   # set while there are network namespaces
+daemons=()  # process ids
+workers=()  # process ids
+
+# Ends what this script started, by process id, and removes its namespaces.
+tear_down() {
+  local pid
+  exec 9>&- # the workers' standard input: they end
+  for pid in "${workers[@]}"; do wait "$pid" 2>/dev/null; done
+  for pid in "${daemons[@]}"; do kill -TERM "$pid" 2>/dev/null; done
+  for pid in "${daemons[@]}"; do wait "$pid" 2>/dev/null; done
+  if [[ -n "$networked" ]]; then netns_destroy; fi
+  workers=()
+  daemons=()
+  networked=
+}
+set_traps() {
+  trap 'tear_down; rm -rf "$work"' EXIT
+  trap 'exit 130' INT TERM
+}
+set_traps
+
+# Waits until a file exists: `wait_for FILE SECONDS PID`. Fails when the process ends before.
+wait_for() {
+  local deadline=$((SECONDS + $2))
+  while [[ ! -s $1 ]]; do
+    if ((SECONDS >= deadline)) || ! kill -0 "$3" 2>/dev/null; then
+      return 1
+    fi
+    sleep 0.05
+  done
+}
+
+# Where node $1 lives: a prefix for commands, which become the process that was started.
+inside() {
+  if [[ -n "$networked" ]]; then
+    echo ip netns exec "$(netns_name "$1")"
+  fi
+}
+
+address() {
+  if [[ -n "$networked" ]]; then netns_address "$1"; else echo 127.0.0.1; fi
+}
+
+# So many hosts, each behind a link of the given rate or as fast as the machine is.
+make_network() {
+  networked=1
+  netns_create "$@"
+  local status=$?
+  # It has set its own.
+  set_traps
+  return $status
+}
+
+# Starts the daemon of node $1 with a budget of $2 bytes; node 0 coordinates.
+start_daemon() {
+  local i=$1 budget=$2 ready=$work/ready$1
+  rm -rf "$ready" "$work/state$i"
+  local flags=(--node="n$i" --unix_socket="$work/n$i.sock" --state_dir="$work/state$i"
+    --ready_file="$ready" --store_budget_bytes="$budget")
+  if [[ -n "$networked" ]]; then
+    flags+=(--insecure --listen="$(address "$i"):$PORT" --data_address="$(address "$i")")
+  else
+    flags+=(--listen=127.0.0.1:0)
+  fi
+  if ((i > 0)); then
+    flags+=(--coordinator_address="$(address 0):$PORT")
+  fi
+  $(inside "$i") "$DAEMON" "${flags[@]}" >"$work/n$i.log" 2>&1 &
+  daemons+=($!)
+  if ! wait_for "$ready" 30 "${daemons[-1]}"; then
+    echo "run.sh: the daemon of node $i did not start:" >&2
+    tail -n 5 "$work/n$i.log" >&2
+    return 1
+  fi
+}
+
+start_worker() {
+  local i=$1
+  shift
+  $(inside "$i") "$BENCH" --role=worker --address="unix:$work/n$i.sock" --replica="r$i" "$@" \
+    <"$work/stdin" >"$work/worker$i" 2>"$work/worker$i.log" &
+  workers+=($!)
+}
+
+worker_ready() {
+  local position=$1 i=$2
+  if ! wait_for "$work/worker$i" 120 "${workers[$position]}"; then
+    echo "run.sh: the worker of node $i did not start:" >&2
+    tail -n 5 "$work/worker$i.log" "$work/n$i.log" >&2
+    return 1
+  fi
+}
+
+# Keeps the workers' standard input open until tear_down.
+open_stdin() {
+  rm -f "$work/stdin"
+  mkfifo "$work/stdin" && exec 9<>"$work/stdin"
+}
+
+trainer() {
+  if ! $(inside 0) "$BENCH" --role=trainer --address="unix:$work/n0.sock" $verbose "$@" \
+    >>"$results" 2>"$work/trainer.log"; then
+    cat "$work/trainer.log" >&2
+    tail -n 5 "$work"/n*.log >&2
+    return 1
+  fi
+  if [[ -n "$verbose" ]]; then cat "$work/trainer.log" >&2; fi
+}
+
+# Resident bytes that are not shared memory: what a daemon takes beyond its arenas.
+private_bytes() {
+  awk '/^RssAnon:|^RssFile:/ {sum += $2} END {print sum * 1024}' "/proc/$1/status"
+}
+
+same_node_stage() {
+  local bytes=$1 want_stage=$2 want_memory=$3
+  open_stdin &&
+    start_daemon 0 $((bytes * 7 / 2)) &&
+    start_worker 0 --bytes="$bytes" &&
+    worker_ready 0 0 || return 1
+  local held=$work/stage
+  local keep=$results
+  results=$held
+  trainer --bench=same_node_stage --bytes="$bytes" --runs="${runs:-5}" --value=applied \
+    --floor=memcpy
+  local status=$?
+  results=$keep
+  ((status == 0)) || return 1
+  if [[ -n "$want_stage" ]]; then cat "$held" >>"$results"; fi
+  if [[ -n "$want_memory" ]]; then
+    printf '{"bench": "daemon_memory", "value": %d, "unit": "bytes", "floor": null, %s}\n' \
+      "$(private_bytes "${daemons[0]}")" '"floor_unit": null, "ratio": null, "runs": 1' >>"$results"
+  fi
+}
+
+over_network() {
+  local name=$1 receivers=$2 rate=$3 bytes=$4 value=$5 default_runs=$6 i
+  make_network $((receivers + 1)) "$rate" && open_stdin || return 1
+  for ((i = 0; i <= receivers; ++i)); do
+    start_daemon "$i" $((bytes * 7 / 2)) || return 1
+  done
+  for ((i = 1; i <= receivers; ++i)); do
+    local sink=()
+    if ((i == 1)); then sink=(--sink_port=$SINK_PORT); fi
+    start_worker "$i" --bytes="$bytes" "${sink[@]}"
+  done
+  for ((i = 1; i <= receivers; ++i)); do
+    worker_ready $((i - 1)) "$i" || return 1
+  done
+  trainer --bench="$name" --bytes="$bytes" --replicas="$receivers" \
+    --runs="${runs:-$default_runs}" --value="$value" --floor=sockets \
+    --sink="$(address 1):$SINK_PORT"
+}
+
+plan() {
+  "$PLAN_BENCH" "$1" >>"$results"
+}
+
+sizes=($((1 << 30)) $((256 << 20)))
+if [[ -n "$smoke" ]]; then
+  sizes=($((64 << 20)) $((16 << 20)))
+  runs=${runs:-1}
+fi
+
+targets=(//daemon:weightsyncd //tests/bench/...)
+if ! bazel build --noshow_progress --color=no "${targets[@]}" >"$work/build" 2>&1; then
+  cat "$work/build" >&2
+  exit 1
+fi
+
+wants() {
+  [[ " ${names[*]} " == *" $1 "* ]]
+}
+
+failed=0
+stage_done=
+for name in "${names[@]}"; do
+  case "$name" in
+    same_node_stage | daemon_memory)
+      # One run serves both.
+      if [[ -n "$stage_done" ]]; then continue; fi
+      stage_done=1
+      same_node_stage "${sizes[0]}" "$(wants same_node_stage && echo 1)" \
+        "$(wants daemon_memory && echo 1)"
+      ;;
+    one_hop | fanout_*)
+      if ((EUID != 0)); then
+        echo "run.sh: $name is left out: network namespaces need root" >&2
+        failed=1
+        continue
+      fi
+      if [[ $name == one_hop ]]; then
+        over_network "$name" 1 "" "${sizes[0]}" transfer 9
+      else
+        over_network "$name" "${name#fanout_}" 1gbit "${sizes[1]}" seconds 5
+      fi
+      ;;
+    plan_* | replan) plan "$name" ;;
+  esac
+  if (($? != 0)); then
+    echo "run.sh: $name was not measured" >&2
+    failed=1
+  fi
+  tear_down
+done
+
+if [[ -n "$json" ]]; then
+  cat "$results"
+else
+  jq -r '[.bench, .value, .unit, .floor // "-", .ratio // "-", .runs, .floor_unit // "-"]
+      | map(tostring) | join("|")' "$results" |
+    awk -F '|' -v OFS= '
+      function row(a, b, c, d, e, f, g) { printf "%-16s %14s %-6s %10s %7s %5s  %s\n", a, b, c, d, e, f, g }
+      BEGIN { row("bench", "value", "unit", "floor", "ratio", "runs", "floor is") }
+      { row($1, $2, $3, $4, $5, $6, $7) }'
+fi
+exit "$failed"

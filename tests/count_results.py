@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Counts test cases from what the runners wrote down.
+
+Usage: count_results.py bazel EVENTS.json   (--build_event_json_file of `bazel test`)
+       count_results.py junit RESULTS.xml   (pytest --junit-xml)
+Prints `PASSED FAILED SKIPPED` on stdout, and what failed on stderr.
+"""
+
+import json
+import pathlib
+import sys
+import urllib.parse
+import urllib.request
+import xml.etree.ElementTree as ElementTree
+
+
+def count_xml(path):
+    """Counts the cases of one file. Returns (passed, names of failed, skipped)."""
+    passed, failed, skipped = 0, [], 0
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        name = ".".join(filter(None, [case.get("classname"), case.get("name")]))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(name)
+        elif case.find("skipped") is not None or case.get("result") in ("skipped", "suppressed"):
+            skipped += 1
+        elif case.get("status") == "notrun":
+            # A disabled case of gtest.
+            skipped += 1
+        else:
+            passed += 1
+    return passed, failed, skipped
+
+
+def count_bazel(events_path):
+    """Counts the cases of every test target that one `bazel test` ran, built or not.
+
+    A target that failed as a whole (it did not build, crashed, ran out of time) counts as one
+    failed case beyond those that its file names.
+    """
+    passed, failed, skipped = 0, [], 0
+    results = {}  # label -> paths of the test.xml files of its shards
+    status = {}  # label -> overall status
+    broken = []  # labels that did not build
+    finished = None
+    for line in pathlib.Path(events_path).read_text(encoding="utf-8").splitlines():
+        if not line.strip():
+            continue
+        event = json.loads(line)
+        identity = event.get("id", {})
+        if "testResult" in identity:
+            label = identity["testResult"]["label"]
+            outputs = event.get("testResult", {}).get("testActionOutput", [])
+            xml = [o.get("uri", "") for o in outputs if o.get("name") == "test.xml"]
+            # A later attempt at the same shard replaces the earlier one.
+            shard = identity["testResult"].get("shard", 1)
+            results.setdefault(label, {})[shard] = xml[-1] if xml else ""
+        elif "testSummary" in identity:
+            label = identity["testSummary"]["label"]
+            status[label] = event.get("testSummary", {}).get("overallStatus", "NO_STATUS")
+        elif "targetCompleted" in identity:
+            if "completed" in event and not event["completed"].get("success", False):
+                broken.append(identity["targetCompleted"]["label"])
+        elif "buildFinished" in identity:
+            finished = event.get("finished", {})
+
+    for label in sorted(set(results) | set(status)):
+        target_failed = []
+        for uri in results.get(label, {}).values():
+            path = urllib.request.url2pathname(urllib.parse.urlparse(uri).path)
+            if not uri.startswith("file://") or not pathlib.Path(path).is_file():
+                continue
+            try:
+                case_passed, case_failed, case_skipped = count_xml(path)
+            except ElementTree.ParseError:
+                # Cut off in the middle: the status below tells.
+                continue
+            passed += case_passed
+            skipped += case_skipped
+            target_failed += [f"{label}: {name}" for name in case_failed]
+        overall = status.get(label, "NO_STATUS")
+        if overall not in ("PASSED", "FLAKY") and not target_failed:
+            target_failed = [f"{label}: {overall}"]
+        failed += target_failed
+    seen = {name.split(": ")[0] for name in failed}
+    failed += [f"{label}: did not build" for label in sorted(broken) if label not in seen]
+    if finished is None:
+        failed.append("bazel: it did not finish")
+    elif not finished.get("overallSuccess", False) and not failed:
+        name = finished.get("exitCode", {}).get("name", "unknown error")
+        # Nothing of what was asked for is a test: the caller says whether that is right.
+        if name != "NO_TESTS_FOUND":
+            failed.append(f"bazel: {name}")
+    return passed, failed, skipped
+
+
+def main(arguments):
+    if len(arguments) != 2 or arguments[0] not in ("bazel", "junit"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    kind, path = arguments
+    try:
+        passed, failed, skipped = (count_bazel if kind == "bazel" else count_xml)(path)
+    except (OSError, ValueError, ElementTree.ParseError) as error:
+        # A runner that died before it wrote anything has failed.
+        passed, failed, skipped = 0, [f"{kind}: no results in {path}: {error}"], 0
+    for name in failed:
+        print(f"FAILED {name}", file=sys.stderr)
+    print(passed, len(failed), skipped)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+// One rank of the demo's trainer: holds its FSDP shard of a model and publishes
+// version after version.
+#include <gflags/gflags.h>
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "client/cc/trainer.h"
+#include "glog/logging.h"
+#include "tests/e2e/demo_model.h"
+#include "tests/e2e/demo_util.h"
+
+DEFINE_string(address, "", "The daemon of this node; empty: the usual place.");
+DEFINE_string(name, "demo", "What the model is called in the cluster.");
+DEFINE_string(model, "qwen2.5-0.5b",
+              "A published model; see schedule/models.h.");
+DEFINE_string(safetensors, "", "Publish this file's tensors instead.");
+DEFINE_int32(rank, 0, "This rank.");
+DEFINE_int32(world_size, 1, "How many ranks there are.");
+DEFINE_int32(versions, 3, "How many versions to publish.");
+DEFINE_int32(wait_replicas, 0, "Begin when so many replicas serve.");
+DEFINE_string(hashes, "", "Write hashes of what was published to this file.");
+DEFINE_string(worker_counts, "1,2",
+              "The replicas' sizes: whose boxes are hashed.");
+DEFINE_bool(linger, false, "Stay registered until SIGTERM.");
+
+int main(int argc, char** argv) {
+  google::InitGoogleLogging(argv[0]);
+  gflags::ParseCommandLineFlags(&argc, &argv, true);
+  namespace demo = weightsync::demo;
+  namespace client = weightsync::client;
+  demo::BlockSignals();
+  const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
+  demo::ExitUnless(model.status());
+
+  // The rank's lease, and memory for its shard.
+  client::TrainerOptions options;
+  options.address = FLAGS_address;
+  options.model = FLAGS_name;
+  options.rank = FLAGS_rank;
+  options.world_size = FLAGS_world_size;
+  options.client = "demo_trainer";
+  auto trainer = client::Trainer::Connect(options);
+  demo::ExitUnless(trainer.status());
+  std::vector<client::Tensor> all =
+      demo::FsdpShards(*model, FLAGS_rank, FLAGS_world_size);
+  const int64_t bytes = demo::PlaceTensors(&all, nullptr);
+  if (bytes > 0) {
+    auto arena = (*trainer)->AllocateArena(bytes);
+    demo::ExitUnless(arena.status());
+    demo::PlaceTensors(&all, arena->data);
+  }
+  demo::ExitUnless((*trainer)->RegisterShards(demo::Held(all)).status());
+  demo::ExitUnless(demo::WaitForReplicas(
+      FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
+
+  for (int step = 1; step <= FLAGS_versions; ++step) {
+    demo::ExitUnless(demo::FillAll(*model, step, FLAGS_versions, all));
+    demo::ExitUnless(demo::AppendTo(
+        FLAGS_hashes, demo::AllRankHashLines(*model, step, FLAGS_worker_counts,
+                                             FLAGS_rank, all)));
+    client::PublishOptions publish;
+    publish.step = step;
+    const auto published = (*trainer)->Publish(publish);
+    demo::ExitUnless(published.status());
+    // A real trainer would go on training here: the tensors are its own again.
+    const auto version = (*trainer)->Wait(*published, absl::Minutes(5));
+    demo::ExitUnless(version.status());
+    std::fputs(demo::ResultLine(*version, published->stall).c_str(), stdout);
+    std::fflush(stdout);
+  }
+  std::puts("done");
+  std::fflush(stdout);
+  if (FLAGS_linger) demo::WaitForSignal();
+  return 0;
+}

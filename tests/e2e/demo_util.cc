@@ -1,0 +1,121 @@
+#include "tests/e2e/demo_util.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "client/cc/rpc.h"
+#include "client/cc/wire_time.h"
+#include "weightsync/v1/admin.grpc.pb.h"
+
+namespace weightsync {
+namespace demo {
+
+void ExitUnless(const absl::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s: %s\n", ErrorReason(status).c_str(),
+               std::string(status.message()).c_str());
+  std::exit(1);
+}
+
+absl::Status WaitForReplicas(const std::string& address,
+                             const std::string& model, int replicas,
+                             absl::Duration timeout) {
+  if (replicas == 0) return absl::OkStatus();
+  const auto channel = client::MakeChannel(address);
+  if (!channel.ok()) return channel.status();
+  const auto stub = v1::AdminService::NewStub(*channel);
+  const absl::Time deadline = absl::Now() + timeout;
+  int serving = 0;
+  while (absl::Now() < deadline) {
+    grpc::ClientContext context;
+    client::PrepareContext(deadline, &context);
+    v1::ListReplicasRequest request;
+    request.set_parent(client::ModelName(model));
+    v1::ListReplicasResponse response;
+    const absl::Status status = client::CallStatus(
+        "ListReplicas", stub->ListReplicas(&context, request, &response));
+    if (!status.ok() && !absl::IsNotFound(status) &&
+        !absl::IsUnavailable(status)) {
+      return status;
+    }
+    serving = static_cast<int>(
+        std::count_if(response.replicas().begin(), response.replicas().end(),
+                      [](const v1::Replica& replica) {
+                        return replica.state() == v1::Replica::STATE_SERVING;
+                      }));
+    if (serving >= replicas) return absl::OkStatus();
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  return absl::DeadlineExceededError(
+      absl::StrCat("only ", serving, " of ", replicas, " replicas serve after ",
+                   absl::FormatDuration(timeout)));
+}
+
+absl::Status AppendTo(const std::string& path, const std::string& text) {
+  if (path.empty()) return absl::OkStatus();
+  std::ostringstream old;
+  old << std::ifstream(path).rdbuf();
+  const std::string temporary = path + ".tmp";
+  std::ofstream out(temporary);
+  out << old.str() << text;
+  out.close();
+  if (!out || std::rename(temporary.c_str(), path.c_str()) != 0) {
+    return absl::UnavailableError(absl::StrCat("cannot write ", path));
+  }
+  return absl::OkStatus();
+}
+
+namespace {
+
+sigset_t EndSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  return signals;
+}
+
+}  // namespace
+
+void BlockSignals() {
+  const sigset_t signals = EndSignals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+}
+
+void WaitForSignal() {
+  const sigset_t signals = EndSignals();
+  int signal = 0;
+  sigwait(&signals, &signal);
+}
+
+std::string ResultLine(const v1::Version& version, absl::Duration stall) {
+  const auto phase = [&](absl::string_view name) {
+    for (const v1::PhaseTime& time : version.phases()) {
+      if (time.phase() == name) {
+        return absl::ToDoubleSeconds(client::FromProto(time.measured()));
+      }
+    }
+    return 0.0;
+  };
+  absl::Duration pause;
+  for (const v1::ReplicaTimes& times : version.replicas()) {
+    pause = std::max(pause, client::FromProto(times.resumed_time()) -
+                                client::FromProto(times.pause_request_time()));
+  }
+  return absl::StrFormat(
+      "result version=%d bytes=%d stall=%.6f transfer=%.6f pause=%.6f "
+      "total=%.6f\n",
+      version.version(), version.total_bytes(), absl::ToDoubleSeconds(stall),
+      phase("transfer"), absl::ToDoubleSeconds(pause), phase("total"));
+}
+
+}  // namespace demo
+}  // namespace weightsync

@@ -1,0 +1,38 @@
+// What both programs of the demo need beside the model.
+#ifndef WEIGHTSYNC_TESTS_E2E_DEMO_UTIL_H_
+#define WEIGHTSYNC_TESTS_E2E_DEMO_UTIL_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "weightsync/v1/admin.pb.h"
+
+namespace weightsync {
+namespace demo {
+
+// Ends the program, with a sentence on stderr, unless `status` is OK.
+void ExitUnless(const absl::Status& status);
+
+// Waits until `replicas` replicas of "models/{model}" serve. The admin service
+// is asked, as anybody would.
+absl::Status WaitForReplicas(const std::string& address,
+                             const std::string& model, int replicas,
+                             absl::Duration timeout);
+
+// Appends to a file, which appears whole (it is written beside and renamed). An
+// empty path does nothing.
+absl::Status AppendTo(const std::string& path, const std::string& text);
+
+// Until SIGTERM or SIGINT, which no longer end the process by themselves.
+// REQUIRES: BlockSignals was called before any thread was started.
+void BlockSignals();
+void WaitForSignal();
+
+// "version=3 bytes=... stall_ns=... ": what the quickstart makes its table of.
+std::string ResultLine(const v1::Version& version, absl::Duration stall);
+
+}  // namespace demo
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TESTS_E2E_DEMO_UTIL_H_
