@@ -282,7 +282,7 @@ cat "$work"/rank-0.out "$work"/rank-1.out "$work"/rank-2.out | awk '
     for (i = 1; i <= n; ++i) { v = order[i]
       printf "%7d  %13d  %11.3f s  %7.3f s  %6.3f s  %6.3f s  %6s\n", v, bytes[v],
         stall[v], transfer[v], pause[v], total[v],
-        transfer[v] > 0 ? sprintf("%.2f", bytes[v] / transfer[v] / 2^30) : "-"
+        (transfer[v] > 0 ? sprintf("%.2f", bytes[v] / transfer[v] / 2^30) : "-")
     }
   }'
 echo

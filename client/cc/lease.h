@@ -32,7 +32,9 @@ namespace client {
 struct LeaseOptions {
   // For people: "worker 1 of models/m/replicas/r".
   std::string what;
-  // From opening the stream to the daemon's answer.
+  // Without a word of the daemon after the stream was opened. A daemon that
+  // makes room for the registrant, which may take long, answers heartbeats
+  // meanwhile.
   absl::Duration register_timeout = absl::Seconds(20);
   // A name that a dead predecessor still holds is asked for again this long.
   absl::Duration taken_grace = absl::Seconds(15);
@@ -248,15 +250,14 @@ class Lease {
   absl::Status Serve(Stream<Out, In>* stream, StreamNumber number,
                      bool* was_registered) {
     stream->Write(callbacks_.registration());
-    const absl::Time register_deadline =
-        absl::Now() + options_.register_timeout;
-    absl::Time next_heartbeat = absl::InfiniteFuture();
+    absl::Time next_heartbeat = absl::Now() + absl::Seconds(1);
     LeaseTerms terms;
     In message;
     while (true) {
       const absl::Time silence_deadline =
-          *was_registered ? stream->last_received() + terms.heartbeat_timeout
-                          : register_deadline;
+          stream->last_received() + (*was_registered
+                                         ? terms.heartbeat_timeout
+                                         : options_.register_timeout);
       switch (
           stream->Next(std::min(next_heartbeat, silence_deadline), &message)) {
         case StreamEvent::kEnded:
@@ -290,24 +291,26 @@ class Lease {
       const absl::Time now = absl::Now();
       if (now >= next_heartbeat) {
         stream->Write(callbacks_.heartbeat());
-        next_heartbeat = now + terms.heartbeat_interval;
+        next_heartbeat = now + (*was_registered ? terms.heartbeat_interval
+                                                : absl::Seconds(1));
       }
-      if (!*was_registered && now >= register_deadline) {
-        stream->Cancel();
+      if (now < stream->last_received() + (*was_registered
+                                               ? terms.heartbeat_timeout
+                                               : options_.register_timeout)) {
+        continue;
+      }
+      stream->Cancel();
+      if (!*was_registered) {
         return ErrorStatus(
             absl::StatusCode::kUnavailable, "REGISTER_TIMEOUT",
             absl::StrCat(options_.what, ": the daemon did not answer within ",
                          absl::FormatDuration(options_.register_timeout),
                          "; is it running?"));
       }
-      if (*was_registered &&
-          now >= stream->last_received() + terms.heartbeat_timeout) {
-        stream->Cancel();
-        return ErrorStatus(
-            absl::StatusCode::kUnavailable, "HEARTBEAT_LOST",
-            absl::StrCat(options_.what, ": the daemon has been silent for ",
-                         absl::FormatDuration(terms.heartbeat_timeout), "."));
-      }
+      return ErrorStatus(
+          absl::StatusCode::kUnavailable, "HEARTBEAT_LOST",
+          absl::StrCat(options_.what, ": the daemon has been silent for ",
+                       absl::FormatDuration(terms.heartbeat_timeout), "."));
     }
   }
 

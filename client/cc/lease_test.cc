@@ -135,6 +135,23 @@ TEST_F(LeaseTest, ANameThatAPredecessorHoldsIsAskedForAgainForAWhile) {
   EXPECT_EQ(ErrorReason(lease.status()), "WORKER_TAKEN");
 }
 
+TEST_F(LeaseTest, ADaemonThatMakesRoomIsWaitedFor) {
+  LeaseOptions options = Options();
+  options.register_timeout = absl::Milliseconds(1500);
+  TestLease lease(options, Callbacks());
+  lease.Start();
+  auto stream = daemon_.workers().Next();
+  ASSERT_NE(stream, nullptr);
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  // It answers heartbeats, for longer than the timeout.
+  EXPECT_TRUE(stream->WaitHeartbeats(3));
+  v1::WorkerCommand command;
+  command.mutable_registered();
+  stream->Send(command);
+  EXPECT_TRUE(lease.WaitRegistered(Soon()).ok());
+}
+
 TEST_F(LeaseTest, NobodyAnswersAndTheCallerIsToldWhy) {
   LeaseOptions options = Options();
   options.register_timeout = absl::Milliseconds(100);

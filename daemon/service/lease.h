@@ -32,7 +32,10 @@ struct Lease {
   uint64_t id = 0;
   // What the client said it is has been checked and told to the coordinator.
   bool named = false;
-  // The coordinator has taken it, and the client knows.
+  // The coordinator has taken it; the node makes room for it, which may take as
+  // long as fresh memory does.
+  bool taken = false;
+  // The client knows, too.
   bool accepted = false;
   absl::Time opened = absl::Now();
   absl::Time last_heard = absl::Now();
@@ -44,7 +47,7 @@ struct Lease {
   // Why it ends now, or OK.
   absl::Status CheckTime(absl::Time now, const NodeContext& node) const {
     const Deadlines& deadlines = node.options->deadlines;
-    if (!accepted && now - opened > deadlines.registration) {
+    if (!taken && !accepted && now - opened > deadlines.registration) {
       if (!named) {
         return ErrorStatus(
             absl::StatusCode::kDeadlineExceeded, "REGISTRATION_MISSING",

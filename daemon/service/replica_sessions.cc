@@ -344,9 +344,10 @@ void ReplicaSessions::Heard(const WorkerStream* stream,
   }
   switch (report.report_case()) {
     case v1::WorkerReport::kHeartbeat: {
+      // Also before it is accepted: it is on its way.
       v1::WorkerCommand command;
       command.mutable_heartbeat();
-      if (worker->accepted) worker->stream->Write(std::move(command));
+      worker->stream->Write(std::move(command));
       return;
     }
     case v1::WorkerReport::kWriting: {
@@ -383,6 +384,7 @@ void ReplicaSessions::Join(Worker* worker) {
           return;
         }
         if (worker->accepted) return;
+        worker->taken = true;
         const int64_t tensor_bytes = reply.worker_accepted().tensor_bytes();
         node_.room->Need(worker->registration.model(), "workers",
                          reply.worker_accepted().store_bytes(), 0,
