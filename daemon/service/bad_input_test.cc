@@ -377,7 +377,7 @@ TEST_F(BadInputTest, ARankThatIsNotThere) {
   const absl::Status status = lonely.Publish().status();
   ExpectError(status, absl::StatusCode::kDeadlineExceeded, "WORLD_INCOMPLETE");
   EXPECT_THAT(std::string(status.message()), HasSubstr("1"));
-  lonely.Close();
+  lonely.Close().IgnoreError();
   StartTrainers({"a"}, 2);
   StartReplica("a", "r0");
   UpdateWorks(1);

@@ -20,7 +20,7 @@ namespace {
 
 constexpr absl::Duration kBeat = absl::Milliseconds(100);
 
-bool Closed(const absl::optional<absl::Status>* closed) {
+bool Closed(absl::optional<absl::Status>* closed) {
   return closed->has_value();
 }
 
@@ -125,7 +125,7 @@ RawTrainer::RawTrainer(std::shared_ptr<grpc::Channel> channel, int rank,
       model_(model),
       stub_(v1::TrainerService::NewStub(std::move(channel))) {}
 
-RawTrainer::~RawTrainer() { Close(); }
+RawTrainer::~RawTrainer() { Close().IgnoreError(); }
 
 absl::Status RawTrainer::Open() {
   stream_ = stub_->OpenSession(&context_);
