@@ -139,7 +139,7 @@ start_daemon() {
   if ((i > 0)); then
     flags+=(--coordinator_address="$(address 0):$PORT")
   fi
-  $(inside "$i") "$DAEMON" "${flags[@]}" >"$work/n$i.log" 2>&1 &
+  $(inside "$i") "$DAEMON" "${flags[@]}" >"$work/n$i.log" 2>&1 9>&- &
   daemons+=($!)
   if ! wait_for "$ready" 30 "${daemons[-1]}"; then
     echo "run.sh: the daemon of node $i did not start:" >&2
@@ -152,7 +152,7 @@ start_worker() {
   local i=$1
   shift
   $(inside "$i") "$BENCH" --role=worker --address="unix:$work/n$i.sock" --replica="r$i" "$@" \
-    <"$work/stdin" >"$work/worker$i" 2>"$work/worker$i.log" &
+    <"$work/stdin" >"$work/worker$i" 2>"$work/worker$i.log" 9>&- &
   workers+=($!)
 }
 
@@ -165,7 +165,7 @@ worker_ready() {
   fi
 }
 
-# Keeps the workers' standard input open until tear_down.
+# Keeps the workers' standard input open until tear_down: descriptor 9, which nobody else may hold.
 open_stdin() {
   rm -f "$work/stdin"
   mkfifo "$work/stdin" && exec 9<>"$work/stdin"
@@ -173,7 +173,7 @@ open_stdin() {
 
 trainer() {
   if ! $(inside 0) "$BENCH" --role=trainer --address="unix:$work/n0.sock" $verbose "$@" \
-    >>"$results" 2>"$work/trainer.log"; then
+    >>"$results" 2>"$work/trainer.log" 9>&-; then
     cat "$work/trainer.log" >&2
     tail -n 5 "$work"/n*.log >&2
     return 1
@@ -284,7 +284,7 @@ else
   jq -r '[.bench, .value, .unit, .floor // "-", .ratio // "-", .runs, .floor_unit // "-"]
       | map(tostring) | join("|")' "$results" |
     awk -F '|' -v OFS= '
-      function row(a, b, c, d, e, f, g) { printf "%-16s %14s %-6s %10s %7s %5s  %s\n", a, b, c, d, e, f, g }
+      function row(a, b, c, d, e, f, g) { printf "%-22s %12s %-18s %10s %7s %4s  %s\n", a, b, c, d, e, f, g }
       BEGIN { row("bench", "value", "unit", "floor", "ratio", "runs", "floor is") }
       { row($1, $2, $3, $4, $5, $6, $7) }'
 fi
