@@ -20,7 +20,7 @@ namespace {
 
 constexpr absl::Duration kBeat = absl::Milliseconds(100);
 
-bool Closed(const absl::optional<absl::Status>* closed) {
+bool Closed(absl::optional<absl::Status>* closed) {
   return closed->has_value();
 }
 
@@ -123,9 +123,10 @@ RawTrainer::RawTrainer(std::shared_ptr<grpc::Channel> channel, int rank,
     : rank_(rank),
       world_size_(world_size),
       model_(model),
+      pid_(getpid()),
       stub_(v1::TrainerService::NewStub(std::move(channel))) {}
 
-RawTrainer::~RawTrainer() { Close(); }
+RawTrainer::~RawTrainer() { Close().IgnoreError(); }
 
 absl::Status RawTrainer::Open() {
   stream_ = stub_->OpenSession(&context_);
@@ -134,7 +135,7 @@ absl::Status RawTrainer::Open() {
   identity->set_model(model_);
   identity->set_rank(rank_);
   identity->set_world_size(world_size_);
-  identity->set_pid(getpid());
+  identity->set_pid(pid_);
   identity->set_protocol_version(1);
   identity->set_client("raw trainer");
   v1::TrainerEvent event;
