@@ -22,6 +22,7 @@
 #include "daemon/service/process_watcher.h"
 #include "daemon/service/validate.h"
 #include "glog/logging.h"
+#include "grpc/health/v1/health.pb.h"
 #include "grpcpp/ext/channelz_service_plugin.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/grpcpp.h"
@@ -293,6 +294,8 @@ absl::Status DaemonImpl::StartServer() {
   replica_service_ = std::make_unique<ReplicaServiceImpl>(agent_.get());
 
   grpc::EnableDefaultHealthCheckService(true);
+  // Linked for reflection, which could not describe the health service otherwise.
+  grpc::health::v1::HealthCheckRequest::descriptor();
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::channelz::experimental::InitChannelzService();
 

@@ -42,17 +42,31 @@ bool Intersect(const Box& a, const Box& b, Box* out) {
   const int n = a.dims();
   out->offset.resize(n);
   out->extent.resize(n);
+  const int64_t* a_offset = a.offset.data();
+  const int64_t* a_extent = a.extent.data();
+  const int64_t* b_offset = b.offset.data();
+  const int64_t* b_extent = b.extent.data();
+  int64_t* offset = out->offset.data();
+  int64_t* extent = out->extent.data();
   for (int d = 0; d < n; ++d) {
-    const int64_t begin = std::max(a.offset[d], b.offset[d]);
-    out->offset[d] = begin;
-    out->extent[d] = std::min(a.end(d), b.end(d)) - begin;
+    offset[d] = std::max(a_offset[d], b_offset[d]);
+    extent[d] = std::min(a_offset[d] + a_extent[d], b_offset[d] + b_extent[d]) -
+                offset[d];
   }
   return true;
 }
 
 bool Intersects(const Box& a, const Box& b) {
-  for (int d = 0; d < a.dims(); ++d) {
-    if (a.offset[d] >= b.end(d) || b.offset[d] >= a.end(d)) return false;
+  const int n = a.dims();
+  const int64_t* a_offset = a.offset.data();
+  const int64_t* a_extent = a.extent.data();
+  const int64_t* b_offset = b.offset.data();
+  const int64_t* b_extent = b.extent.data();
+  for (int d = 0; d < n; ++d) {
+    if (a_offset[d] >= b_offset[d] + b_extent[d] ||
+        b_offset[d] >= a_offset[d] + a_extent[d]) {
+      return false;
+    }
   }
   return true;
 }

@@ -39,10 +39,23 @@ class Dims {
   Dims(It first, It last) {
     assign(first, last);
   }
-  Dims(const Dims& other) { assign(other.begin(), other.end()); }
+  Dims(const Dims& other) {
+    if (other.heap()) {
+      assign(other.begin(), other.end());
+    } else {
+      store_ = other.store_;
+      size_ = other.size_;
+    }
+  }
   Dims(Dims&& other) noexcept { Take(&other); }
   Dims& operator=(const Dims& other) {
-    if (this != &other) assign(other.begin(), other.end());
+    if (this == &other) return *this;
+    if (heap() || other.heap()) {
+      assign(other.begin(), other.end());
+    } else {
+      store_ = other.store_;
+      size_ = other.size_;
+    }
     return *this;
   }
   Dims& operator=(Dims&& other) noexcept {
@@ -94,7 +107,14 @@ class Dims {
   }
 
   friend bool operator==(const Dims& a, const Dims& b) {
-    return a.size_ == b.size_ && std::equal(a.begin(), a.end(), b.begin());
+    if (a.size_ != b.size_) return false;
+    // A loop, for calling memcmp costs more than two words do.
+    const int64_t* x = a.data();
+    const int64_t* y = b.data();
+    for (uint32_t i = 0; i < a.size_; ++i) {
+      if (x[i] != y[i]) return false;
+    }
+    return true;
   }
   friend bool operator!=(const Dims& a, const Dims& b) { return !(a == b); }
   friend bool operator<(const Dims& a, const Dims& b) {

@@ -111,7 +111,8 @@ class Packer {
          BucketTable* table)
       : partition_(partition), bucket_bytes_(bucket_bytes), table_(table) {}
 
-  void Add(uint32_t ordinal, Box box, int64_t element_bytes, Stream* stream) {
+  void Add(uint32_t ordinal, const Box& box, int64_t element_bytes,
+           Stream* stream) {
     const int64_t bytes = box.Volume() * element_bytes;
     int64_t offset = (stream->bucket_bytes + kPieceAlignment - 1) /
                      kPieceAlignment * kPieceAlignment;
@@ -121,7 +122,7 @@ class Packer {
     }
     Piece& piece = table_->pieces[stream->next_piece];
     piece.ordinal = ordinal;
-    piece.box = std::move(box);
+    piece.box = box;
     piece.offset = offset;
     table_->piece_bucket[stream->next_piece] = stream->bucket;
     table_->param_pieces.push_back(stream->next_piece);

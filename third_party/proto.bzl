@@ -13,6 +13,7 @@ load("@system//:tools.bzl", "GRPC_CPP_PLUGIN", "PROTOC")
 _IMPORT_ROOTS = [
     "proto",
     "third_party/googleapis",
+    "third_party/grpc-proto",
 ]
 
 def _srcs_label(label):

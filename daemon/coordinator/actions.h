@@ -1,5 +1,5 @@
-// What the coordinator wants done. Its executor (daemon/service) carries actions
-// out in the order given.
+// What the coordinator wants done. Its executor (daemon/service) carries
+// actions out in the order given.
 
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_ACTIONS_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_ACTIONS_H_

@@ -75,8 +75,8 @@ class Coordinator {
   // "models/{model}/versions/{version}" or "…/versions/latest"; the newest
   // attempt at the number where `update_id` is empty. `now` is for the phase
   // that runs.
-  //   NOT_FOUND  MODEL_UNKNOWN (not for …/latest of a model that is registered),
-  //   VERSION_UNKNOWN.
+  //   NOT_FOUND  MODEL_UNKNOWN (not for …/latest of a model that is
+  //   registered), VERSION_UNKNOWN.
   absl::StatusOr<v1::Version> GetVersion(absl::string_view name,
                                          absl::string_view update_id,
                                          absl::Time now) const;

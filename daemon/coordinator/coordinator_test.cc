@@ -91,9 +91,9 @@ TEST(CoordinatorTest, LockstepPausesAllThenCommitsThenAppliesThenResumes) {
   }
   std::vector<std::string> phases;
   for (const auto& phase : version.phases()) phases.push_back(phase.phase());
-  EXPECT_THAT(phases, ::testing::ElementsAre("gather", "prepare", "transfer",
-                                             "pause", "commit", "apply",
-                                             "resume", "total"));
+  EXPECT_THAT(phases,
+              ::testing::ElementsAre("gather", "prepare", "transfer", "pause",
+                                     "commit", "apply", "resume", "total"));
   EXPECT_EQ(c.Replica("r2").version(), 1);
   EXPECT_EQ(c.Replica("r2").state(), v1::Replica::STATE_SERVING);
   EXPECT_TRUE(c.engines["r1"].last_resume.weights_changed());
@@ -576,7 +576,8 @@ TEST(CoordinatorTest, AFailedApplyIsTriedAgain) {
     }
     --failures;
     FailApply(&c, command, v1::InstalledState::STATE_WRITING);
-    c.engines["r2"].workers[command.apply_worker().worker_index()]
+    c.engines["r2"]
+        .workers[command.apply_worker().worker_index()]
         .clear_update_id();
     return true;
   };

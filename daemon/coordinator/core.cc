@@ -110,12 +110,12 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
     if (node.lost) continue;
     if (node.stream.empty()) {
       if (now >= node.lost_time) {
-        LoseNode(&node,
-                 Fault(StatusCode::kUnavailable, "NODE_LOST",
-                       absl::StrCat("node ", node.name,
-                                    " did not come back within ",
-                                    absl::FormatDuration(
-                                        options_.node_reconnect_grace))));
+        LoseNode(
+            &node,
+            Fault(StatusCode::kUnavailable, "NODE_LOST",
+                  absl::StrCat(
+                      "node ", node.name, " did not come back within ",
+                      absl::FormatDuration(options_.node_reconnect_grace))));
       }
       continue;
     }
@@ -182,12 +182,12 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
                            report.replica_joined().registration());
     case v1::NodeReport::kReplicaLeft: {
       const auto& left = report.replica_left();
-      Fault fault(StatusCode::kUnavailable, "REPLICA_LOST",
-                  absl::StrCat(left.model(), "/replicas/", left.replica(),
-                               " on node ", node->name,
-                               " ended its control stream",
-                               left.failure().message().empty() ? "" : ": ",
-                               left.failure().message()));
+      Fault fault(
+          StatusCode::kUnavailable, "REPLICA_LOST",
+          absl::StrCat(left.model(), "/replicas/", left.replica(), " on node ",
+                       node->name, " ended its control stream",
+                       left.failure().message().empty() ? "" : ": ",
+                       left.failure().message()));
       return LoseControl(left.model(), left.replica(), left.incarnation(),
                          fault);
     }
@@ -266,10 +266,9 @@ Fault CoordinatorCore::CheckHello(const v1::Hello& hello) {
                               cluster_id_));
   }
   if (hello.newest_term() > term_) {
-    JournalLost(absl::StrCat("node ", hello.node(), " has seen term ",
-                             hello.newest_term(),
-                             " of this cluster, this journal only term ",
-                             term_));
+    JournalLost(absl::StrCat(
+        "node ", hello.node(), " has seen term ", hello.newest_term(),
+        " of this cluster, this journal only term ", term_));
     return Fault(StatusCode::kFailedPrecondition, "JOURNAL_LOST",
                  absl::StrCat(lost_evidence_,
                               "; nothing is accepted until the journal is "
@@ -285,8 +284,7 @@ Fault CoordinatorCore::CheckHello(const v1::Hello& hello) {
   return Fault();
 }
 
-void CoordinatorCore::Hello(const std::string& stream,
-                            const v1::Hello& hello) {
+void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
   const Fault fault = CheckHello(hello);
   if (!fault.ok()) return Close(stream, fault);
   NodeRun& node = nodes_[hello.node()];
@@ -344,8 +342,8 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
         std::max(0, static_cast<int>(model.ended.size()) - kEndsTold);
     for (size_t i = from; i < model.ended.size(); ++i) {
       const v1::Version& version = model.ended[i];
-      end(version.update_id(),
-          version.state() == v1::Version::STATE_ACTIVE, version.failure());
+      end(version.update_id(), version.state() == v1::Version::STATE_ACTIVE,
+          version.failure());
     }
     if (model.running != nullptr && model.running->recovered) {
       end(model.running->update_id, true, v1::Failure());
@@ -359,20 +357,20 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
   for (auto& entry : models_) {
     const ModelEntry* model = registry_.FindModel(entry.first);
     if (model == nullptr) continue;
-    const Fault fault(StatusCode::kUnavailable, "NODE_LOST",
-                      absl::StrCat("it ended while node ", node->name,
-                                   " was not connected"));
+    const Fault fault(
+        StatusCode::kUnavailable, "NODE_LOST",
+        absl::StrCat("it ended while node ", node->name, " was not connected"));
     const ModelEntry copy = *model;
     for (const auto& rank : copy.ranks) {
       if (rank.second.node != node->name ||
-          node->said.count(absl::StrCat("rank/", entry.first, "/", rank.first)) !=
-              0) {
+          node->said.count(
+              absl::StrCat("rank/", entry.first, "/", rank.first)) != 0) {
         continue;
       }
       LoseRank(entry.first, rank.first, rank.second.session,
                Fault(StatusCode::kAborted, "RANK_LOST",
-                     absl::StrCat("rank ", rank.first, " has gone: ",
-                                  fault.message)));
+                     absl::StrCat("rank ", rank.first,
+                                  " has gone: ", fault.message)));
     }
     for (const auto& replica : copy.replicas) {
       const std::string key = absl::StrCat(entry.first, "/", replica.first);
@@ -421,8 +419,8 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
       if (rank.second.node != node->name) continue;
       LoseRank(entry.first, rank.first, rank.second.session,
                Fault(StatusCode::kAborted, "RANK_LOST",
-                     absl::StrCat("rank ", rank.first, " has gone: ",
-                                  fault.message)));
+                     absl::StrCat("rank ", rank.first,
+                                  " has gone: ", fault.message)));
     }
     for (const auto& replica : copy.replicas) {
       if (replica.second.control && replica.second.node == node->name) {

@@ -179,7 +179,8 @@ class CoordinatorCore {
   void Changed(const v1::Version& record);
 
   // ---- core_members.cc ----
-  void ClaimRank(NodeRun* node, int64_t correlation, const v1::ClaimRank& claim);
+  void ClaimRank(NodeRun* node, int64_t correlation,
+                 const v1::ClaimRank& claim);
   void RankShards(NodeRun* node, int64_t correlation,
                   const v1::RankShards& shards);
   void LoseRank(const std::string& model, int32_t rank,
@@ -227,9 +228,12 @@ class CoordinatorCore {
   void Commit(ModelRun* model);
   void Finish(ModelRun* model);
   void RankSnapshotted(const v1::RankSnapshotted& report);
-  void UpdateProgress(const std::string& node, const v1::UpdateProgress& report);
-  void UpdatePrepared(const std::string& node, const v1::UpdatePrepared& report);
-  void UpdateVerified(const std::string& node, const v1::UpdateVerified& report);
+  void UpdateProgress(const std::string& node,
+                      const v1::UpdateProgress& report);
+  void UpdatePrepared(const std::string& node,
+                      const v1::UpdatePrepared& report);
+  void UpdateVerified(const std::string& node,
+                      const v1::UpdateVerified& report);
   // Null when another update runs, or none; or one of an earlier term, which
   // has no more to do with nodes and ranks.
   UpdateRun* Running(const std::string& model, const std::string& update_id);

@@ -85,8 +85,7 @@ ReplicaRun* CoordinatorCore::EnterReplica(const std::string& model,
 void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
                                     const v1::RegisterReplica& registration) {
   bool is_new = false;
-  const Fault fault =
-      registry_.JoinReplica(node->name, registration, &is_new);
+  const Fault fault = registry_.JoinReplica(node->name, registration, &is_new);
   ReplyTo(node->stream, correlation, fault);
   if (!fault.ok()) return;
   node->said.insert(absl::StrCat("replica/", registration.model(), "/",
@@ -115,9 +114,9 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
       registry_.StoreBytes(registration.model(), node->name));
   node->said.insert(absl::StrCat("worker/", registration.model(), "/",
                                  registration.replica(), "/", index));
-  ReplicaRun* run = EnterReplica(registration.model(), registration.replica(),
-                                 registration.incarnation(),
-                                 entry->workers.size(), is_new);
+  ReplicaRun* run =
+      EnterReplica(registration.model(), registration.replica(),
+                   registration.incarnation(), entry->workers.size(), is_new);
   ReplicaEvent event;
   event.kind = ReplicaEvent::kWorkerJoined;
   event.worker = index;

@@ -32,7 +32,8 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
   }
   ModelRun* model = Model(prepare.model());
   absl::Duration timeout = options_.prepare_timeout;
-  if (prepare.has_timeout() && FromProto(prepare.timeout()) > absl::ZeroDuration()) {
+  if (prepare.has_timeout() &&
+      FromProto(prepare.timeout()) > absl::ZeroDuration()) {
     timeout = std::min(timeout, FromProto(prepare.timeout()));
   }
   std::set<std::string> replicas;
@@ -42,9 +43,9 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
                         std::string(layout.status().message())));
   }
   if (replicas.empty()) {
-    return refuse(Fault(StatusCode::kFailedPrecondition, "NO_WORKERS",
-                        absl::StrCat("no replica of ", model->name,
-                                     " is complete yet")));
+    return refuse(
+        Fault(StatusCode::kFailedPrecondition, "NO_WORKERS",
+              absl::StrCat("no replica of ", model->name, " is complete yet")));
   }
   const KnownLayout& known = **layout;
   FlowOptions options;
@@ -135,10 +136,9 @@ void CoordinatorCore::DryPrepared(ModelRun* model, const std::string& node,
 void CoordinatorCore::TickPrepare(ModelRun* model) {
   PrepareJob* job = model->prepare.get();
   if (job == nullptr) return;
-  const Fault fault(
-      StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
-      absl::StrCat("not ready to receive in time: node ",
-                   absl::StrJoin(job->waiting, ", ")));
+  const Fault fault(StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
+                    absl::StrCat("not ready to receive in time: node ",
+                                 absl::StrJoin(job->waiting, ", ")));
   for (auto it = job->requests.begin(); it != job->requests.end();) {
     if (now_ < it->second) {
       ++it;

@@ -78,10 +78,10 @@ void CoordinatorCore::PublishArrived(NodeRun* node, int64_t correlation,
     if (it != entry->ranks.end()) rank = &it->second;
   }
   if (rank == nullptr || rank->session != arrived.session()) {
-    return refuse(Fault(StatusCode::kNotFound, "SESSION_UNKNOWN",
-                        absl::StrCat("rank ", arrived.rank(), " of ",
-                                     arrived.model(),
-                                     " has no such session; open one first")));
+    return refuse(
+        Fault(StatusCode::kNotFound, "SESSION_UNKNOWN",
+              absl::StrCat("rank ", arrived.rank(), " of ", arrived.model(),
+                           " has no such session; open one first")));
   }
   if (arrived.request_id().size() > kMaxRequestId) {
     return refuse(Fault(StatusCode::kInvalidArgument, "REQUEST_ID_INVALID",
@@ -161,8 +161,8 @@ bool CoordinatorCore::AnswerRepeated(NodeRun* node, int64_t correlation,
     ReplyTo(node->stream, correlation, fault);
     return true;
   }
-  v1::PublishOpened* opened = ReplyTo(node->stream, correlation, Fault())
-                                  ->mutable_publish_opened();
+  v1::PublishOpened* opened =
+      ReplyTo(node->stream, correlation, Fault())->mutable_publish_opened();
   opened->set_update_id(request.opened.update_id());
   opened->set_version(request.opened.version());
   opened->set_repeated_request(true);
@@ -279,14 +279,16 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   const Publish publish = model->book.Open(update->update_id);
   if (publish.options == "evict") {
     update->config.evict_stragglers = true;
-    update->options.mutable_commit_policy()->mutable_lockstep()
+    update->options.mutable_commit_policy()
+        ->mutable_lockstep()
         ->set_on_straggler(v1::LockstepPolicy::ON_STRAGGLER_EVICT);
   }
   update->options.set_publish_mode(v1::PUBLISH_MODE_SNAPSHOT);
   update->options.set_update_mode(v1::UPDATE_MODE_STAGE);
   update->options.set_pause_mode(v1::PAUSE_MODE_DRAIN);
   if (!update->config.evict_stragglers) {
-    update->options.mutable_commit_policy()->mutable_lockstep()
+    update->options.mutable_commit_policy()
+        ->mutable_lockstep()
         ->set_on_straggler(v1::LockstepPolicy::ON_STRAGGLER_ABORT);
   }
 
@@ -324,7 +326,8 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   *record.mutable_options() = update->options;
   *record.mutable_create_time() = ToProto(publish.begin);
   record.set_total_bytes(known.total_bytes);
-  record.set_bucket_count(static_cast<int32_t>(known.layout.plan.bucket_count()));
+  record.set_bucket_count(
+      static_cast<int32_t>(known.layout.plan.bucket_count()));
   record.set_layout_id(known.id());
   for (const auto& rank : entry->ranks) {
     UpdateRank out;
@@ -358,13 +361,13 @@ void CoordinatorCore::ExpirePublishes(ModelRun* model) {
   const ModelEntry* entry = registry_.FindModel(model->name);
   Fault fault;
   if (model->running != nullptr) {
-    fault = Fault(StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
-                  absl::StrCat("version ", model->running->record.version(),
-                               " of ", model->name, " was still ",
-                               UpdatePhaseName(model->running->machine.phase),
-                               " after ",
-                               absl::FormatDuration(options_.publish_timeout),
-                               "; publish again when it has ended"));
+    fault = Fault(
+        StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
+        absl::StrCat("version ", model->running->record.version(), " of ",
+                     model->name, " was still ",
+                     UpdatePhaseName(model->running->machine.phase), " after ",
+                     absl::FormatDuration(options_.publish_timeout),
+                     "; publish again when it has ended"));
   } else {
     fault = entry->Unpublishable();
   }

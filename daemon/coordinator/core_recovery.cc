@@ -30,15 +30,15 @@ void CoordinatorCore::Recover(const std::string& name,
     model->committed = {committed.update_id(), committed.version(),
                         committed.step(), committed.layout_id(),
                         committed.term()};
-    committed_record = record_of(committed.update_id(), committed.version(),
-                                 committed.step());
+    committed_record =
+        record_of(committed.update_id(), committed.version(), committed.step());
     committed_record.set_layout_id(committed.layout_id());
     *committed_record.mutable_commit_time() = committed.time();
     auto layout = layouts_.find(committed.layout_id());
     if (layout != layouts_.end()) {
       committed_record.set_total_bytes(layout->second->total_bytes);
-      committed_record.set_bucket_count(static_cast<int32_t>(
-          layout->second->layout.plan.bucket_count()));
+      committed_record.set_bucket_count(
+          static_cast<int32_t>(layout->second->layout.plan.bucket_count()));
     }
     if (journal.committed_ended) {
       committed_record.set_state(v1::Version::STATE_ACTIVE);
@@ -53,12 +53,11 @@ void CoordinatorCore::Recover(const std::string& name,
     if (journal.newest_ended) {
       newest_fault = FromProto(journal.newest_end.failure());
     } else {
-      newest_fault =
-          Fault(StatusCode::kAborted, "COORDINATOR_RESTARTED",
-                absl::StrCat("version ", newest.version(), " of ", name,
-                             " was not committed when coordinator ",
-                             options_.coordinator_node,
-                             " ended; publish it again"));
+      newest_fault = Fault(
+          StatusCode::kAborted, "COORDINATOR_RESTARTED",
+          absl::StrCat("version ", newest.version(), " of ", name,
+                       " was not committed when coordinator ",
+                       options_.coordinator_node, " ended; publish it again"));
       auto* ended = Write()->mutable_update_ended();
       ended->set_model(name);
       ended->set_update_id(newest.update_id());

@@ -129,9 +129,9 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
                         : WorkerContent{Content::kWriting, event.update};
   }
   if (!event.fault.ok()) {
-    event.fault.message = absl::StrCat("worker ", worker, " of ",
-                                       replica->machine.name, ": ",
-                                       event.fault.message);
+    event.fault.message =
+        absl::StrCat("worker ", worker, " of ", replica->machine.name, ": ",
+                     event.fault.message);
   }
   Step(replica, event);
 }
@@ -187,7 +187,8 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
       case ReplicaAction::kComplete: {
         replica->lost = false;
         replica->given_up = 0;
-        const Fault fault = registry_.CheckReplica(replica->model, replica->name);
+        const Fault fault =
+            registry_.CheckReplica(replica->model, replica->name);
         if (!fault.ok()) {
           const ReplicaEntry* entry =
               registry_.FindReplica(replica->model, replica->name);
@@ -239,8 +240,9 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         LOG(WARNING) << action.fault.message << "; it is tried again";
         break;
       case ReplicaAction::kFenced: {
-        LOG(ERROR) << replica->machine.name << " is fenced: "
-                   << action.fault.reason << ": " << action.fault.message;
+        LOG(ERROR) << replica->machine.name
+                   << " is fenced: " << action.fault.reason << ": "
+                   << action.fault.message;
         news.kind = UpdateEvent::kReplicaFenced;
         PostReplica(*replica, std::move(news));
         if (action.update != 0) replica->given_up = action.update;
@@ -368,8 +370,8 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
   fence.kind = ReplicaEvent::kFence;
   for (size_t i = 0; i < replica->machine.workers.size(); ++i) {
     const WorkerContent& content = replica->machine.workers[i].content;
-    const char* what = content.kind == Content::kNothing  ? "nothing"
-                       : content.kind == Content::kOwn    ? "its own weights"
+    const char* what = content.kind == Content::kNothing   ? "nothing"
+                       : content.kind == Content::kOwn     ? "its own weights"
                        : content.kind == Content::kWriting ? "a mix"
                                                            : "update ";
     absl::StrAppend(&fence.fault.message, i == 0 ? "" : ", ", "worker ", i,
@@ -379,11 +381,10 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
   }
   fence.fault.code = StatusCode::kFailedPrecondition;
   fence.fault.reason = "WORKER_TAINTED";
-  fence.fault.message =
-      absl::StrCat(replica->machine.name, " cannot serve: ",
-                   fence.fault.message,
-                   ", and no committed update is on its nodes; the next "
-                   "publish mends it");
+  fence.fault.message = absl::StrCat(
+      replica->machine.name, " cannot serve: ", fence.fault.message,
+      ", and no committed update is on its nodes; the next "
+      "publish mends it");
   Step(replica, fence);
 }
 

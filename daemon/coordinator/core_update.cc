@@ -325,8 +325,8 @@ void CoordinatorCore::EndPhase(UpdateRun* update, const std::string& next) {
       phase = update->record.add_phases();
       phase->set_phase(update->phase_name);
     }
-    *phase->mutable_measured() = ToProto(FromProto(phase->measured()) + now_ -
-                                         update->phase_begin);
+    *phase->mutable_measured() =
+        ToProto(FromProto(phase->measured()) + now_ - update->phase_begin);
   }
   update->phase_name = next;
   update->phase_begin = now_;

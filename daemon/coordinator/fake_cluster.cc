@@ -136,7 +136,8 @@ void FakeCluster::RegisterReplica(const std::string& name,
   const FakeEngine& engine = engines[name];
   v1::NodeReport report;
   report.set_correlation_id(next_correlation_++);
-  v1::RegisterReplica* r = report.mutable_replica_joined()->mutable_registration();
+  v1::RegisterReplica* r =
+      report.mutable_replica_joined()->mutable_registration();
   r->set_model(kModel);
   r->set_replica(name);
   r->set_worker_count(static_cast<int>(engine.workers.size()));
@@ -149,7 +150,8 @@ void FakeCluster::RegisterWorker(const std::string& name, int worker) {
   const FakeEngine& engine = engines[name];
   v1::NodeReport report;
   report.set_correlation_id(next_correlation_++);
-  v1::RegisterWorker* r = report.mutable_worker_joined()->mutable_registration();
+  v1::RegisterWorker* r =
+      report.mutable_worker_joined()->mutable_registration();
   r->set_model(kModel);
   r->set_replica(name);
   r->set_worker_index(worker);
@@ -236,7 +238,8 @@ void FakeCluster::Do(Actions actions) {
     } else if (auto* close = absl::get_if<CloseNode>(&action)) {
       closed.push_back(*close);
       for (auto& node : nodes_) {
-        if (node.second.stream == close->node_stream) node.second.stream.clear();
+        if (node.second.stream == close->node_stream)
+          node.second.stream.clear();
       }
     } else if (auto* done = absl::get_if<PrepareDone>(&action)) {
       prepared.push_back(*done);
@@ -249,7 +252,8 @@ void FakeCluster::Run() {
   for (bool any = true; any;) {
     any = false;
     for (auto& entry : nodes_) {
-      if (crashed || entry.second.stream.empty() || entry.second.inbox.empty()) {
+      if (crashed || entry.second.stream.empty() ||
+          entry.second.inbox.empty()) {
         continue;
       }
       any = true;

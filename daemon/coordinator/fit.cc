@@ -39,8 +39,9 @@ Fault FromPlan(const absl::Status& status) {
 }
 
 absl::string_view ComponentOf(const v1::Parameter& parameter) {
-  return parameter.component().empty() ? absl::string_view("main")
-                                       : absl::string_view(parameter.component());
+  return parameter.component().empty()
+             ? absl::string_view("main")
+             : absl::string_view(parameter.component());
 }
 
 std::string Describe(const v1::Parameter& parameter) {
@@ -62,10 +63,10 @@ Fault CheckShards(v1::RankShards* shards, int64_t* bytes) {
   for (const v1::ShardBox& shard : shards->shards()) {
     if (shard.parameter() < 0 ||
         shard.parameter() >= shards->parameters_size()) {
-      return Fault(StatusCode::kInvalidArgument, "BOX_OUT_OF_RANGE",
-                   absl::StrCat("rank ", shards->rank(),
-                                " names parameter number ", shard.parameter(),
-                                " of ", shards->parameters_size()));
+      return Fault(
+          StatusCode::kInvalidArgument, "BOX_OUT_OF_RANGE",
+          absl::StrCat("rank ", shards->rank(), " names parameter number ",
+                       shard.parameter(), " of ", shards->parameters_size()));
     }
     const schedule::Param& param = params[shard.parameter()];
     const auto box =
@@ -91,12 +92,12 @@ Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
                    parameter.shape().begin(), parameter.shape().end())) {
       continue;
     }
-    return Fault(StatusCode::kInvalidArgument, "CATALOG_MISMATCH",
-                 absl::StrCat(parameter.name(), ": rank ", fresh.rank(),
-                              " says ", Describe(parameter), " in component ",
-                              ComponentOf(parameter), ", rank ", known.rank(),
-                              " says ", Describe(other), " in component ",
-                              ComponentOf(other)));
+    return Fault(
+        StatusCode::kInvalidArgument, "CATALOG_MISMATCH",
+        absl::StrCat(parameter.name(), ": rank ", fresh.rank(), " says ",
+                     Describe(parameter), " in component ",
+                     ComponentOf(parameter), ", rank ", known.rank(), " says ",
+                     Describe(other), " in component ", ComponentOf(other)));
   }
   return Fault();
 }
@@ -175,12 +176,13 @@ Fault CheckWanted(const schedule::Catalog& catalog,
     }
     const schedule::Param& param = catalog.param(*ordinal);
     if (FromProto(tensor.dtype()) != param.dtype) {
-      return Fault(StatusCode::kFailedPrecondition, "DTYPE_MISMATCH",
-                   absl::StrCat(tensor.name(), ": the trainers have ",
-                                schedule::DTypeName(param.dtype), ", worker ",
-                                registration.worker_index(), " of replica ",
-                                registration.replica(), " wants ",
-                                schedule::DTypeName(FromProto(tensor.dtype()))));
+      return Fault(
+          StatusCode::kFailedPrecondition, "DTYPE_MISMATCH",
+          absl::StrCat(tensor.name(), ": the trainers have ",
+                       schedule::DTypeName(param.dtype), ", worker ",
+                       registration.worker_index(), " of replica ",
+                       registration.replica(), " wants ",
+                       schedule::DTypeName(FromProto(tensor.dtype()))));
     }
     if (!std::equal(param.shape.begin(), param.shape.end(),
                     tensor.shape().begin(), tensor.shape().end())) {
@@ -227,11 +229,12 @@ Fault CheckCoverage(const schedule::Catalog& catalog,
   for (uint32_t ordinal = 0; ordinal < catalog.size(); ++ordinal) {
     const schedule::Param& param = catalog.param(ordinal);
     if (Covered(schedule::WholeBox(param.shape), held[ordinal])) continue;
-    return Fault(StatusCode::kFailedPrecondition, "REPLICA_INCOMPLETE",
-                 absl::StrCat(replica, ": its workers together do not take all "
-                                       "of ",
-                              param.name,
-                              "; register it as partial if that is meant"));
+    return Fault(
+        StatusCode::kFailedPrecondition, "REPLICA_INCOMPLETE",
+        absl::StrCat(replica,
+                     ": its workers together do not take all "
+                     "of ",
+                     param.name, "; register it as partial if that is meant"));
   }
   return Fault();
 }

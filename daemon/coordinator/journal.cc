@@ -30,7 +30,8 @@ std::array<uint32_t, 256> MakeCrcTable() {
 }
 
 void PutU32(uint32_t value, std::string* out) {
-  for (int i = 0; i < 4; ++i) out->push_back(static_cast<char>(value >> (8 * i)));
+  for (int i = 0; i < 4; ++i)
+    out->push_back(static_cast<char>(value >> (8 * i)));
 }
 
 uint32_t GetU32(absl::string_view data) {
@@ -87,11 +88,10 @@ absl::Status Replay(const std::string& path, absl::string_view data,
     if (data.substr(0, kMagicStem.size()) != kMagicStem) {
       return Damaged(path, 0, "it does not begin as a journal does");
     }
-    return ErrorStatus(absl::StatusCode::kFailedPrecondition,
-                       "JOURNAL_FORMAT_UNSUPPORTED",
-                       absl::StrCat(path, " has format ",
-                                    data.substr(kMagicStem.size(), 2),
-                                    "; this release reads 01"));
+    return ErrorStatus(
+        absl::StatusCode::kFailedPrecondition, "JOURNAL_FORMAT_UNSUPPORTED",
+        absl::StrCat(path, " has format ", data.substr(kMagicStem.size(), 2),
+                     "; this release reads 01"));
   }
   size_t at = kMagic.size();
   while (at < data.size()) {

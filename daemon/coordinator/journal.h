@@ -9,8 +9,8 @@
 // At opening the records are read, what nobody needs any more is left out, and
 // the rest is written to a new file that takes the old one's place by rename.
 //   - A torn tail (a crash inside Append: the file ends within the last frame,
-//     or the last frame's checksum is wrong and nothing follows it) is cut, with
-//     a warning: nobody was told of that record.
+//     or the last frame's checksum is wrong and nothing follows it) is cut,
+//     with a warning: nobody was told of that record.
 //   - Damage with intact records or further bytes after it is refused with its
 //     offset: something that was promised may be missing.
 

@@ -15,11 +15,11 @@ namespace {
 
 absl::Status IoError(absl::string_view what, const std::string& path) {
   const int error = errno;
-  return ErrorStatus(
-      error == ENOENT ? absl::StatusCode::kNotFound
-                      : absl::StatusCode::kInternal,
-      "JOURNAL_IO",
-      absl::StrCat(what, " ", path, ": ", std::generic_category().message(error)));
+  return ErrorStatus(error == ENOENT ? absl::StatusCode::kNotFound
+                                     : absl::StatusCode::kInternal,
+                     "JOURNAL_IO",
+                     absl::StrCat(what, " ", path, ": ",
+                                  std::generic_category().message(error)));
 }
 
 class Fd {
@@ -82,15 +82,16 @@ class PosixFiles : public JournalFiles {
 
   absl::StatusOr<std::unique_ptr<JournalFile>> Create(
       const std::string& path) override {
-    const int fd = open(path.c_str(),
-                        O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC,
-                        0600);
+    const int fd =
+        open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC,
+             0600);
     if (fd < 0) return IoError("cannot create", path);
     return std::unique_ptr<JournalFile>(new PosixFile(path, fd));
   }
 
   absl::Status Rename(const std::string& from, const std::string& to) override {
-    if (rename(from.c_str(), to.c_str()) != 0) return IoError("cannot rename", from);
+    if (rename(from.c_str(), to.c_str()) != 0)
+      return IoError("cannot rename", from);
     return absl::OkStatus();
   }
 

@@ -117,8 +117,7 @@ void ForgetOld(absl::Time oldest, JournalState* state) {
     named.insert(entry.second.committed.layout_id());
   }
   for (auto it = state->layouts.begin(); it != state->layouts.end();) {
-    it = named.count(it->first) == 0 ? state->layouts.erase(it)
-                                     : std::next(it);
+    it = named.count(it->first) == 0 ? state->layouts.erase(it) : std::next(it);
   }
 }
 

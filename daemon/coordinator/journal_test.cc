@@ -15,8 +15,8 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
-using ::testing::HasSubstr;
 using internal::v1::JournalRecord;
+using ::testing::HasSubstr;
 
 const absl::Time kNow = absl::FromUnixSeconds(5000);
 

@@ -108,11 +108,10 @@ absl::StatusOr<std::vector<v1::Flow>> MakeFlows(const KnownLayout& known,
   if (!routed.ok()) return routed.status();
   std::vector<v1::Flow> flows;
   for (schedule::Flow& flow : *routed) {
-    flow.chain.erase(std::remove_if(flow.chain.begin(), flow.chain.end(),
-                                    [&](int32_t node) {
-                                      return options.excluded[node];
-                                    }),
-                     flow.chain.end());
+    flow.chain.erase(
+        std::remove_if(flow.chain.begin(), flow.chain.end(),
+                       [&](int32_t node) { return options.excluded[node]; }),
+        flow.chain.end());
     if (flow.chain.empty() || options.excluded[flow.source_node]) continue;
     v1::Flow out;
     out.set_flow_id(absl::StrCat(known.labels[flow.source_node].name, "/",

@@ -59,7 +59,8 @@ std::map<std::string, int64_t> NeededBytes(const KnownLayout& known,
                                            const std::vector<v1::Flow>& flows);
 
 // `chain` (without the source) in an order that uses no bad edge, as close to
-// the given one as a search from its front finds; unchanged where there is none.
+// the given one as a search from its front finds; unchanged where there is
+// none.
 std::vector<int32_t> AvoidEdges(
     int32_t source, std::vector<int32_t> chain,
     const std::vector<std::pair<int, int>>& bad_edges);

@@ -1,4 +1,5 @@
-// The pure machines by themselves: what the coordinator's tests cannot see well.
+// The pure machines by themselves: what the coordinator's tests cannot see
+// well.
 
 #include <algorithm>
 #include <string>
@@ -147,7 +148,8 @@ TEST_F(ReplicaMachineTest, ALateSuccessOfAnEarlierAttemptCounts) {
   const int64_t first = last_[0].command;
   Step(Applied(0, first));
   now_ += timeouts_.apply;
-  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kApplyFailed, R::kSendApply));
+  EXPECT_THAT(Step(ReplicaEvent()),
+              ElementsAre(R::kApplyFailed, R::kSendApply));
   EXPECT_THAT(Step(Applied(1, first + 1)), ElementsAre(R::kInstalledNow));
 }
 

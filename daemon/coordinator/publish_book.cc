@@ -94,16 +94,15 @@ PublishBook::Decision PublishBook::Refuse(Fault fault, int64_t index) const {
 PublishBook::Decision PublishBook::Enter(Publish* publish,
                                          const PublishCall& call) {
   if (call.options != publish->options || call.step != publish->step) {
-    return Refuse(
-        Fault(absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
-              absl::StrCat("rank ", call.rank,
-                           call.step != publish->step
-                               ? absl::StrCat(" says step ", call.step,
-                                              ", the others say step ",
-                                              publish->step)
-                               : std::string(" gives other options than the "
-                                             "other ranks"),
-                           " for the same publish")));
+    return Refuse(Fault(
+        absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
+        absl::StrCat("rank ", call.rank,
+                     call.step != publish->step
+                         ? absl::StrCat(" says step ", call.step,
+                                        ", the others say step ", publish->step)
+                         : std::string(" gives other options than the "
+                                       "other ranks"),
+                     " for the same publish")));
   }
   Decision decision;
   decision.publish_index = publish->index;
@@ -144,9 +143,8 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
     }
     if (call.version != 0) {
       const int64_t its = publish->version != 0 ? publish->version
-                          : publish->state == Publish::kPending
-                              ? next_version()
-                              : 0;
+                          : publish->state == Publish::kPending ? next_version()
+                                                                : 0;
       if (its != call.version) continue;
     }
     switch (publish->state) {
@@ -169,8 +167,7 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
       !(call.version == floor_ && floor_aborted_)) {
     return Refuse(Fault(
         absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
-        absl::StrCat("version ", call.version,
-                     " is not above version ", floor_,
+        absl::StrCat("version ", call.version, " is not above version ", floor_,
                      ", the highest accepted; publish a higher one, or 0")));
   }
   if (pending() != nullptr) {

@@ -1,8 +1,8 @@
 // Which call of PublishVersion, of which rank, belongs to which publish of one
 // model. Pure: no clock but `now`, no protos.
 //
-// Publishes are numbered 1, 2, 3, ... (publish_index). A rank takes part in each
-// at most once, in order:
+// Publishes are numbered 1, 2, 3, ... (publish_index). A rank takes part in
+// each at most once, in order:
 //   - with version 0 its next call belongs to the publish after the last one it
 //     took part in: so the i-th calls of all ranks belong together;
 //   - with a version its next call belongs to the first such publish of that
@@ -12,8 +12,8 @@
 //   OPEN     it is an update now; ranks that come later join it at once
 //   DONE     its update is ACTIVE
 //   FAILED   its update was aborted, or it never became one (the wait was too
-//            long). A rank that comes later is told so, once; it does not open a
-//            new one with that call. Only its next call may.
+//            long). A rank that comes later is told so, once; it does not open
+//            a new one with that call. Only its next call may.
 // There is at most one PENDING publish and at most one OPEN one, before it.
 //
 // A rank that registers anew takes part in nothing that was opened before.

@@ -36,9 +36,9 @@ absl::Status Page(const std::vector<std::string>& keys, int32_t page_size,
                   const std::string& page_token, size_t* begin, size_t* end,
                   std::string* next_page_token) {
   if (page_size < 0 || page_size > kLargestPage) {
-    return ErrorStatus(StatusCode::kInvalidArgument, "PAGE_SIZE_INVALID",
-                       absl::StrCat("page_size is 0 to ", kLargestPage,
-                                    ", not ", page_size));
+    return ErrorStatus(
+        StatusCode::kInvalidArgument, "PAGE_SIZE_INVALID",
+        absl::StrCat("page_size is 0 to ", kLargestPage, ", not ", page_size));
   }
   *begin = 0;
   if (!page_token.empty()) {
@@ -162,9 +162,8 @@ absl::StatusOr<v1::ListNodesResponse> Queries::ListNodes(
   v1::ListNodesResponse response;
   size_t begin = 0;
   size_t end = 0;
-  absl::Status status =
-      Page(keys, request.page_size(), request.page_token(), &begin, &end,
-           response.mutable_next_page_token());
+  absl::Status status = Page(keys, request.page_size(), request.page_token(),
+                             &begin, &end, response.mutable_next_page_token());
   if (!status.ok()) return status;
   for (size_t i = begin; i < end; ++i) {
     *response.add_nodes() = ShowNode(core_.nodes_.at(keys[i]));
@@ -191,8 +190,7 @@ v1::Model Queries::ShowModel(const ModelRun& model) const {
   if (entry->catalog != nullptr) {
     out.set_parameter_count(entry->catalog->size());
     out.set_total_bytes(entry->catalog->total_bytes());
-    out.set_catalog_digest(
-        absl::StrFormat("%016x", entry->catalog->digest()));
+    out.set_catalog_digest(absl::StrFormat("%016x", entry->catalog->digest()));
   }
   out.set_world_size(entry->world_size);
   for (const auto& rank : entry->ranks) {
@@ -219,8 +217,7 @@ v1::Model Queries::ShowModel(const ModelRun& model) const {
     out.set_blocked_reason(
         absl::StrCat("JOURNAL_LOST: ", core_.lost_evidence_));
   } else if (!blocked.ok()) {
-    out.set_blocked_reason(
-        absl::StrCat(blocked.reason, ": ", blocked.message));
+    out.set_blocked_reason(absl::StrCat(blocked.reason, ": ", blocked.message));
   }
   return out;
 }
@@ -245,9 +242,8 @@ absl::StatusOr<v1::ListModelsResponse> Queries::ListModels(
   v1::ListModelsResponse response;
   size_t begin = 0;
   size_t end = 0;
-  absl::Status status =
-      Page(keys, request.page_size(), request.page_token(), &begin, &end,
-           response.mutable_next_page_token());
+  absl::Status status = Page(keys, request.page_size(), request.page_token(),
+                             &begin, &end, response.mutable_next_page_token());
   if (!status.ok()) return status;
   for (size_t i = begin; i < end; ++i) {
     *response.add_models() = ShowModel(core_.models_.at(keys[i]));
@@ -276,8 +272,7 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
     out.set_update_id(core_.IdOf(run.machine.workers[0].content.update));
     out.set_version(version_of(out.update_id()));
   }
-  const ReplicaEntry* entry =
-      core_.registry_.FindReplica(model.name, run.name);
+  const ReplicaEntry* entry = core_.registry_.FindReplica(model.name, run.name);
   if (entry != nullptr) {
     if (entry->control) out.set_node(absl::StrCat("nodes/", entry->node));
     out.set_client(entry->registration.client());
@@ -323,7 +318,8 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
   for (const v1::ReplicaTimes& times : run.history) {
     *out.add_history() = times;
   }
-  if (IsFailure(run.last_failure)) *out.mutable_last_failure() = run.last_failure;
+  if (IsFailure(run.last_failure))
+    *out.mutable_last_failure() = run.last_failure;
   return out;
 }
 
@@ -355,9 +351,8 @@ absl::StatusOr<v1::ListReplicasResponse> Queries::ListReplicas(
   v1::ListReplicasResponse response;
   size_t begin = 0;
   size_t end = 0;
-  absl::Status status =
-      Page(keys, request.page_size(), request.page_token(), &begin, &end,
-           response.mutable_next_page_token());
+  absl::Status status = Page(keys, request.page_size(), request.page_token(),
+                             &begin, &end, response.mutable_next_page_token());
   if (!status.ok()) return status;
   for (size_t i = begin; i < end; ++i) {
     *response.add_replicas() = ShowReplica(*runs[i].first, *runs[i].second);
@@ -434,9 +429,8 @@ absl::StatusOr<v1::ListVersionsResponse> Queries::ListVersions(
   v1::ListVersionsResponse response;
   size_t begin = 0;
   size_t end = 0;
-  absl::Status status =
-      Page(keys, request.page_size(), request.page_token(), &begin, &end,
-           response.mutable_next_page_token());
+  absl::Status status = Page(keys, request.page_size(), request.page_token(),
+                             &begin, &end, response.mutable_next_page_token());
   if (!status.ok()) return status;
   for (size_t i = begin; i < end; ++i) {
     *response.add_versions() = std::move(all[i]);

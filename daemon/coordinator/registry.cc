@@ -47,8 +47,9 @@ bool ReplicaEntry::Complete() const {
 }
 
 bool ReplicaEntry::Empty() const {
-  return !control && std::none_of(workers.begin(), workers.end(),
-                                  [](const WorkerEntry& w) { return w.present; });
+  return !control &&
+         std::none_of(workers.begin(), workers.end(),
+                      [](const WorkerEntry& w) { return w.present; });
 }
 
 bool ModelEntry::Publishable() const { return Unpublishable().ok(); }
@@ -100,7 +101,8 @@ void Registry::AddModel(const std::string& model) {
 // ---- Trainer ranks ----
 
 Fault Registry::ClaimRank(const std::string& node, const v1::ClaimRank& claim) {
-  if (!IsResourceName("models", claim.model())) return BadModelName(claim.model());
+  if (!IsResourceName("models", claim.model()))
+    return BadModelName(claim.model());
   if (claim.world_size() < 1 || claim.rank() < 0 ||
       claim.rank() >= claim.world_size()) {
     return Fault(StatusCode::kInvalidArgument, "RANK_OUT_OF_RANGE",
@@ -111,13 +113,14 @@ Fault Registry::ClaimRank(const std::string& node, const v1::ClaimRank& claim) {
   if (model != nullptr) {
     auto it = model->ranks.find(claim.rank());
     if (it != model->ranks.end() && it->second.session != claim.session()) {
-      return Fault(StatusCode::kAlreadyExists, "RANK_TAKEN",
-                   absl::StrCat("rank ", claim.rank(), " of ", claim.model(),
-                                " is held by process ", it->second.pid,
-                                " on node ", it->second.node,
-                                "; end it first"));
+      return Fault(
+          StatusCode::kAlreadyExists, "RANK_TAKEN",
+          absl::StrCat("rank ", claim.rank(), " of ", claim.model(),
+                       " is held by process ", it->second.pid, " on node ",
+                       it->second.node, "; end it first"));
     }
-    const bool others = model->ranks.size() > (it != model->ranks.end() ? 1 : 0);
+    const bool others =
+        model->ranks.size() > (it != model->ranks.end() ? 1 : 0);
     if (model->world_size != claim.world_size() && others) {
       return Fault(StatusCode::kFailedPrecondition, "WORLD_SIZE_MISMATCH",
                    absl::StrCat("rank ", claim.rank(), " says a world of ",
@@ -234,8 +237,9 @@ Fault Registry::EnterReplica(const std::string& model,
                              ReplicaEntry** entry, bool* is_new) {
   if (!IsResourceName("models", model)) return BadModelName(model);
   if (!IsShortName(replica, false)) {
-    return Fault(StatusCode::kInvalidArgument, "REPLICA_NAME_INVALID",
-                 absl::StrCat("\"", replica, "\" is not 1 to 63 of [a-z0-9._-]"));
+    return Fault(
+        StatusCode::kInvalidArgument, "REPLICA_NAME_INVALID",
+        absl::StrCat("\"", replica, "\" is not 1 to 63 of [a-z0-9._-]"));
   }
   if (worker_count < 1 || worker_count > 4096) {
     return Fault(StatusCode::kInvalidArgument, "WORKER_COUNT_INVALID",
@@ -246,19 +250,18 @@ Fault Registry::EnterReplica(const std::string& model,
   const ReplicaEntry* known = FindReplica(model, replica);
   if (known != nullptr && known->incarnation == incarnation) {
     if (static_cast<int32_t>(known->workers.size()) != worker_count) {
-      return Fault(
-          StatusCode::kInvalidArgument, "WORKER_COUNT_INVALID",
-          absl::StrCat("replica ", replica, " says ", worker_count,
-                       " workers here and ", known->workers.size(),
-                       " elsewhere"));
+      return Fault(StatusCode::kInvalidArgument, "WORKER_COUNT_INVALID",
+                   absl::StrCat("replica ", replica, " says ", worker_count,
+                                " workers here and ", known->workers.size(),
+                                " elsewhere"));
     }
     *is_new = false;
   } else if (known != nullptr && !known->Empty()) {
-    return Fault(StatusCode::kAlreadyExists, std::string(taken_reason),
-                 absl::StrCat(model, "/replicas/", replica,
-                              " is alive as incarnation ", known->incarnation,
-                              " on node ", known->node,
-                              "; end it, or take another name"));
+    return Fault(
+        StatusCode::kAlreadyExists, std::string(taken_reason),
+        absl::StrCat(model, "/replicas/", replica, " is alive as incarnation ",
+                     known->incarnation, " on node ", known->node,
+                     "; end it, or take another name"));
   }
   AddModel(model);
   *entry = &models_[model].replicas[replica];
@@ -275,10 +278,9 @@ Fault Registry::JoinReplica(const std::string& node,
                             const v1::RegisterReplica& registration,
                             bool* is_new) {
   ReplicaEntry* replica = nullptr;
-  Fault fault = EnterReplica(registration.model(), registration.replica(),
-                             registration.incarnation(),
-                             registration.worker_count(), "REPLICA_TAKEN",
-                             &replica, is_new);
+  Fault fault = EnterReplica(
+      registration.model(), registration.replica(), registration.incarnation(),
+      registration.worker_count(), "REPLICA_TAKEN", &replica, is_new);
   if (!fault.ok()) return fault;
   replica->control = true;
   replica->node = node;
@@ -297,13 +299,14 @@ Fault Registry::JoinWorker(const std::string& node,
   if (fault.ok() && model != nullptr && model->catalog != nullptr) {
     fault = CheckWanted(*model->catalog, registration);
   }
-  if (fault.ok() && (registration.worker_index() < 0 ||
-                     registration.worker_index() >= registration.worker_count())) {
-    fault = Fault(StatusCode::kInvalidArgument, "WORKER_INDEX_INVALID",
-                  absl::StrCat("worker ", registration.worker_index(), " of ",
-                               registration.worker_count(),
-                               " does not exist in replica ",
-                               registration.replica()));
+  if (fault.ok() &&
+      (registration.worker_index() < 0 ||
+       registration.worker_index() >= registration.worker_count())) {
+    fault = Fault(
+        StatusCode::kInvalidArgument, "WORKER_INDEX_INVALID",
+        absl::StrCat("worker ", registration.worker_index(), " of ",
+                     registration.worker_count(), " does not exist in replica ",
+                     registration.replica()));
   }
   if (!fault.ok()) return fault;
   ReplicaEntry* replica = nullptr;
@@ -339,7 +342,8 @@ bool Registry::RemoveControl(const std::string& model,
                              const std::string& replica,
                              const std::string& incarnation) {
   ReplicaEntry* entry = MutableReplica(model, replica);
-  if (entry == nullptr || entry->incarnation != incarnation || !entry->control) {
+  if (entry == nullptr || entry->incarnation != incarnation ||
+      !entry->control) {
     return false;
   }
   entry->control = false;

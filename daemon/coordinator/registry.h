@@ -1,6 +1,6 @@
 // Who is there: models, their trainer ranks, their replicas and workers, and
-// whether what they hold and want fits together. Knows nothing of updates and of
-// streams; a node is its name.
+// whether what they hold and want fits together. Knows nothing of updates and
+// of streams; a node is its name.
 //
 // The catalog of a model is the parameters of its ranks, those of rank 0 first,
 // then what rank 1 adds, and so on. It is known once every rank has registered
@@ -103,7 +103,8 @@ class Registry {
   Fault JoinWorker(const std::string& node,
                    const v1::RegisterWorker& registration, bool* is_new);
   // REPLICA_INCOMPLETE, when it is complete and leaves parameters out.
-  Fault CheckReplica(const std::string& model, const std::string& replica) const;
+  Fault CheckReplica(const std::string& model,
+                     const std::string& replica) const;
   // False when that incarnation is not there.
   bool RemoveControl(const std::string& model, const std::string& replica,
                      const std::string& incarnation);

@@ -76,7 +76,8 @@ class RegistryTest : public ::testing::Test {
   void Claims(int world) {
     for (int rank = 0; rank < world; ++rank) {
       EXPECT_TRUE(
-          registry_.ClaimRank("n", Claim(rank, world, "s" + std::to_string(rank)))
+          registry_
+              .ClaimRank("n", Claim(rank, world, "s" + std::to_string(rank)))
               .ok());
     }
   }
@@ -113,7 +114,8 @@ TEST_F(RegistryTest, RanksThatCannotBe) {
   claim.set_model("models/Bad Name");
   EXPECT_EQ(registry_.ClaimRank("n", claim).reason, "MODEL_NAME_INVALID");
   Claims(2);
-  EXPECT_EQ(registry_.ClaimRank("n", Claim(0, 2, "other")).reason, "RANK_TAKEN");
+  EXPECT_EQ(registry_.ClaimRank("n", Claim(0, 2, "other")).reason,
+            "RANK_TAKEN");
   EXPECT_EQ(registry_.ClaimRank("n", Claim(2, 3, "x")).reason,
             "WORLD_SIZE_MISMATCH");
   EXPECT_TRUE(registry_.ClaimRank("n", Claim(0, 2, "s0")).ok());

@@ -18,7 +18,8 @@ bool ReplicaState::Complete() const {
 
 bool ReplicaState::Servable() const {
   for (const ReplicaWorker& worker : workers) {
-    if (!worker.present || !(worker.content == workers[0].content)) return false;
+    if (!worker.present || !(worker.content == workers[0].content))
+      return false;
   }
   return !workers.empty() && (workers[0].content.kind == Content::kOwn ||
                               workers[0].content.kind == Content::kInstalled);
@@ -66,8 +67,7 @@ class Stepper {
         s_.fenced = false;
         // An engine that says it runs is believed; one that stands still may
         // have been paused by a coordinator that is no more.
-        s_.engine =
-            event.paused ? EngineState::kPaused : EngineState::kRunning;
+        s_.engine = event.paused ? EngineState::kPaused : EngineState::kRunning;
         if (event.paused) {
           s_.served_known = false;
           if (!s_.holders.empty()) Say(ReplicaAction::kPausedNow);
@@ -175,8 +175,9 @@ class Stepper {
     if (!worker.present || s_.target == 0 || event.update != s_.target) return;
     const WorkerContent wanted{Content::kInstalled, s_.target};
     if (worker.content == wanted) return;  // said before
-    const bool current = worker.command != 0 && (event.command == 0 ||
-                                                 event.command == worker.command);
+    const bool current =
+        worker.command != 0 &&
+        (event.command == 0 || event.command == worker.command);
     if (event.fault.ok()) {
       // A success of an attempt that was given up counts as well: the library
       // answers later ones without writing.
@@ -247,17 +248,16 @@ class Stepper {
     if (!s_.Complete()) return;
     if (s_.command != 0 && now_ >= s_.deadline) {
       if (s_.engine == EngineState::kPausing) {
-        PauseFailed(Fault(
-            absl::StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
-            absl::StrCat(s_.name, " did not say within ",
-                         absl::FormatDuration(timeouts_.pause),
-                         " that it has paused")));
+        PauseFailed(Fault(absl::StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
+                          absl::StrCat(s_.name, " did not say within ",
+                                       absl::FormatDuration(timeouts_.pause),
+                                       " that it has paused")));
       } else if (s_.engine == EngineState::kResuming) {
-        ResumeFailed(Fault(
-            absl::StatusCode::kDeadlineExceeded, "RESUME_TIMEOUT",
-            absl::StrCat(s_.name, " did not say within ",
-                         absl::FormatDuration(timeouts_.resume),
-                         " that it generates again; it is asked again")));
+        ResumeFailed(
+            Fault(absl::StatusCode::kDeadlineExceeded, "RESUME_TIMEOUT",
+                  absl::StrCat(s_.name, " did not say within ",
+                               absl::FormatDuration(timeouts_.resume),
+                               " that it generates again; it is asked again")));
       }
     }
     for (size_t i = 0; i < s_.workers.size(); ++i) {
@@ -312,9 +312,9 @@ class Stepper {
     s_.command = action.command;
     const WorkerContent& content = s_.workers[0].content;
     action.update = content.update;
-    action.weights_changed =
-        s_.served_known ? !(s_.served == content)
-                        : content.kind == Content::kInstalled;
+    action.weights_changed = s_.served_known
+                                 ? !(s_.served == content)
+                                 : content.kind == Content::kInstalled;
   }
 
   void SendApplies() {

@@ -1,8 +1,8 @@
-// One replica, as a pure state machine: it is told what is wanted (who holds its
-// pause, which update it shall have) and what has happened, and answers with
-// commands that bring the second closer to the first. Every way of installing an
-// update (LOCKSTEP, late join, repair, later rollback and ROLLING) is a hold, an
-// install and a release.
+// One replica, as a pure state machine: it is told what is wanted (who holds
+// its pause, which update it shall have) and what has happened, and answers
+// with commands that bring the second closer to the first. Every way of
+// installing an update (LOCKSTEP, late join, repair, later rollback and
+// ROLLING) is a hold, an install and a release.
 //
 // No clock, no ids but numbers, no protos: a simulation runs it by the million.
 //
@@ -10,31 +10,36 @@
 //   state      on                                      to        and
 //   RUNNING    a pause is wanted                       PAUSING   send Pause
 //   PAUSING    Paused(command)                         PAUSED    say kPausedNow
-//              Paused(command, fault), deadline        DOUBTFUL  say kPauseFailed
-//              no pause is wanted any more             RESUMING  send Resume
+//              Paused(command, fault), deadline        DOUBTFUL  say
+//              kPauseFailed no pause is wanted any more             RESUMING
+//              send Resume
 //   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
 //              still wanted five seconds later         PAUSING   send Pause
 //   PAUSED     no pause is wanted                      RESUMING  send Resume
-//              target not installed on a worker        PAUSED    send Apply to it
-//   RESUMING   Resumed(command)                        RUNNING   say kResumedNow
-//              Resumed(command, fault), deadline       UNRESUMED say kResumeFailed
-//              a pause is wanted                       PAUSING   send Pause
+//              target not installed on a worker        PAUSED    send Apply to
+//              it
+//   RESUMING   Resumed(command)                        RUNNING   say
+//   kResumedNow
+//              Resumed(command, fault), deadline       UNRESUMED say
+//              kResumeFailed a pause is wanted                       PAUSING
+//              send Pause
 //   UNRESUMED  a second later                          RESUMING  send Resume
 //              a pause is wanted                       PAUSING   send Pause
 // A pause is wanted while somebody holds it and while the workers' memories are
 // not servable: not all what the engine came with, and not all one update. So a
 // mix is never resumed, whoever asks. Nothing is sent while a worker or the
-// control stream is missing; when they are back, their own word (paused, what is
-// installed) replaces what was believed, and what is still wanted is sent again.
+// control stream is missing; when they are back, their own word (paused, what
+// is installed) replaces what was believed, and what is still wanted is sent
+// again.
 //
 // A worker that has a command in flight:
 //   Applied(command)                      its own word says what it holds now
 //   Applied(command, fault), deadline     again, up to apply_attempts, then the
-//                                         replica is FENCED: it stays paused until
-//                                         another update is to be installed or it
-//                                         registers anew
-// Answers to older commands and to nothing are ignored, but for a late success of
-// the same install.
+//                                         replica is FENCED: it stays paused
+//                                         until another update is to be
+//                                         installed or it registers anew
+// Answers to older commands and to nothing are ignored, but for a late success
+// of the same install.
 
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
@@ -87,7 +92,7 @@ enum class EngineState : uint8_t {
   kRunning,
   kPausing,
   kPaused,
-  kDoubtful,   // asked to pause; whether it did is not known
+  kDoubtful,  // asked to pause; whether it did is not known
   kResuming,
   kUnresumed,  // asked to resume; did not
 };

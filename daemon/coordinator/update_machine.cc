@@ -310,10 +310,10 @@ class Stepper {
                                " did not publish within ", within,
                                " of the first one")));
     } else {
-      Abort(Fault(absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
-                  absl::StrCat("the tensors of rank ",
-                               absl::StrJoin(uncopied, ", "),
-                               " were not copied out within ", within)));
+      Abort(Fault(
+          absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
+          absl::StrCat("the tensors of rank ", absl::StrJoin(uncopied, ", "),
+                       " were not copied out within ", within)));
     }
   }
 
@@ -398,10 +398,9 @@ class Stepper {
 
   void Reconfigure(const Fault& fault) {
     if (s_.reconfigurations >= config_.max_reconfigurations) {
-      return Abort(Fault(
-          fault.code, fault.reason,
-          absl::StrCat(fault.message, " (given up after ", s_.reconfigurations,
-                       " new routes)")));
+      return Abort(Fault(fault.code, fault.reason,
+                         absl::StrCat(fault.message, " (given up after ",
+                                      s_.reconfigurations, " new routes)")));
     }
     ++s_.reconfigurations;
     Enter(UpdatePhase::kPreparing);

@@ -1,13 +1,14 @@
-// One update, from the first rank's arrival to its end, as a pure state machine:
-// StepUpdate(config, event, now, state) changes the state and answers with a few
-// actions, to be carried out in order. No clock, no protos, no I/O: members are
-// numbers, so that a simulation runs it by the million.
+// One update, from the first rank's arrival to its end, as a pure state
+// machine: StepUpdate(config, event, now, state) changes the state and answers
+// with a few actions, to be carried out in order. No clock, no protos, no I/O:
+// members are numbers, so that a simulation runs it by the million.
 //
 //   phase      is left when                         to         and does
-//   GATHERING  every rank has arrived               PREPARING  kPrepare each node
-//   PREPARING  every node has prepared this epoch   MOVING     kMove each node
-//   MOVING     every node has verified              PAUSING    kHold each replica
-//   PAUSING    every replica has paused             APPLYING   kCommit, then
+//   GATHERING  every rank has arrived               PREPARING  kPrepare each
+//   node PREPARING  every node has prepared this epoch   MOVING     kMove each
+//   node MOVING     every node has verified              PAUSING    kHold each
+//   replica PAUSING    every replica has paused             APPLYING   kCommit,
+//   then
 //                                                              kInstall on each
 //   APPLYING   every replica has installed, or is   RESUMING   kRelease each
 //              fenced or gone
@@ -15,21 +16,22 @@
 //              gone, or its resume has failed
 //   before APPLYING, and only then:
 //     PREPARING,  a transfer failed, a receiving    PREPARING  next epoch:
-//     MOVING      node was lost                                kPrepare each node
-//     any         a rank is lost before it is       ABORTED    kRelease each held
+//     MOVING      node was lost                                kPrepare each
+//     node any         a rank is lost before it is       ABORTED    kRelease
+//     each held
 //                 copied, its node before all is               replica, kEnd
 //                 verified; a copy or a node
 //                 refuses, a deadline passes, too
 //                 many epochs, a replica does not
 //                 pause (ON_STRAGGLER_ABORT)
 //   ACTIVE and ABORTED are final: events change nothing any more.
-// "every" means: of those that are still in it. The transition is taken as often
-// as its condition holds, so that an update without replicas goes from MOVING to
-// ACTIVE in one step.
+// "every" means: of those that are still in it. The transition is taken as
+// often as its condition holds, so that an update without replicas goes from
+// MOVING to ACTIVE in one step.
 //
-// kManifest goes to each node once all ranks are copied and the node was told to
-// prepare. What an event says twice, of an older epoch, or of somebody who is not
-// in it any more, changes nothing.
+// kManifest goes to each node once all ranks are copied and the node was told
+// to prepare. What an event says twice, of an older epoch, or of somebody who
+// is not in it any more, changes nothing.
 //
 // What one replica does between kHold and its end is replica_machine.h's
 // business; here it is only counted. A policy without the barriers (ROLLING) is
@@ -98,13 +100,13 @@ struct UpdateReplica {
   enum Stage : uint8_t {
     kAwaited,  // recovery: has not come back yet
     kIn,
-    kHeld,       // asked to pause
+    kHeld,  // asked to pause
     kPaused,
     kInstalling,
     kInstalled,
-    kReleased,   // asked to resume
+    kReleased,  // asked to resume
     kResumed,
-    kLeft,       // lost, evicted or fenced: see `fault`
+    kLeft,  // lost, evicted or fenced: see `fault`
   };
   std::string name;
   Stage stage = kIn;
@@ -155,13 +157,14 @@ struct UpdateEvent {
     kReplicaPauseFailed,
     kReplicaInstalled,
     kReplicaFenced,
-    // It generates again, cannot be made to, or is held by others too (`fault`).
+    // It generates again, cannot be made to, or is held by others too
+    // (`fault`).
     kReplicaResumed,
     kReplicaLeft,
     // Recovery: a participant of the committed update is here. `installed`: it
     // has it already.
     kReplicaBack,
-    kCancel,       // `fault`
+    kCancel,  // `fault`
   };
   Kind kind = kTick;
   int rank = 0;
@@ -193,7 +196,8 @@ struct UpdateAction {
   int replica = 0;
 };
 
-// Sets the deadlines of a fresh state (nodes, ranks, replicas and epoch filled).
+// Sets the deadlines of a fresh state (nodes, ranks, replicas and epoch
+// filled).
 void BeginUpdate(const UpdateConfig& config, absl::Time now,
                  UpdateState* state);
 // The same for an update that an earlier term committed: APPLYING, its replicas

@@ -107,7 +107,7 @@ class Client:
     def close(self):
         self._server.close()
 
-    def message(self, name, **fields):
+    def message(self, name, /, **fields):
         """A message of weightsync.v1 by its name, with fields as its constructor takes them."""
         descriptor = self._server.message_type(f"weightsync.v1.{name}")
         return message_factory.GetMessageClass(descriptor)(**fields)
@@ -115,7 +115,7 @@ class Client:
     def stream(self, method):
         return self._server.stub(f"weightsync.v1.{method}")
 
-    def call(self, method, **fields):
+    def call(self, method, /, **fields):
         """A unary call; raises grpc.RpcError."""
         name = f"weightsync.v1.{method}"
         request = message_factory.GetMessageClass(self._server.method(name).input_type)(**fields)

@@ -2,6 +2,8 @@
 // paused.
 #include "client/cc/worker.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <vector>
 
@@ -48,12 +50,13 @@ int main(int argc, char** argv) {
   hooks.on_resume = [&](const ws::ResumeInfo& info) {
     std::printf("version %lld: weights are %g\n",
                 static_cast<long long>(info.version), weights[0]);
+    std::fflush(stdout);
     return absl::OkStatus();  // let the engine go on here
   };
   auto replica = ws::Replica::Start(replica_options, hooks);
   if (!replica.ok()) return Fail(replica.status());
 
-  const absl::Status installed = (*worker)->WaitInstalled(3, absl::Minutes(5));
-  (*replica)->Close();
-  return installed.ok() ? 0 : Fail(installed);
+  // The engine serves for as long as this process lives; updates come by
+  // themselves.
+  while (true) pause();
 }

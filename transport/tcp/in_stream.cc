@@ -41,6 +41,7 @@ void InStream::Run() {
   }
   incoming_.clear();
   if (!status.ok()) hop_->Fail(BlameEdge(hop_->options(), status));
+  hop_->StreamEnded();
   if (hop_->stop_mode() == StopMode::kLeave || peer_left_) {
     // COMPLETE and CHAIN may still wait to be sent.
     const int64_t until = NowNanos() + absl::ToInt64Nanoseconds(kLeaveLimit);

@@ -53,6 +53,7 @@ void Inbound::AddStream(Fd fd, uint32_t stream, uint32_t stream_count) {
     if (streams_.empty()) streams_.resize(stream_count);
     streams_[stream] =
         std::make_unique<InStream>(this, std::move(fd), /*talks=*/stream == 0);
+    ++running_;
     streams_[stream]->Start();
     all = std::all_of(streams_.begin(), streams_.end(),
                       [](const auto& s) { return s != nullptr; });
@@ -271,6 +272,25 @@ void Inbound::Fail(const absl::Status& status) {
     for (const auto& stream : streams_) {
       if (stream != nullptr) stream->Wake();
     }
+  }
+  MaybeReportFailure();
+}
+
+void Inbound::StreamEnded() {
+  {
+    absl::MutexLock lock(&mutex_);
+    --running_;
+  }
+  MaybeReportFailure();
+}
+
+void Inbound::MaybeReportFailure() {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (failure_.ok() || failure_told_ || running_ > 0) return;
+    failure_told_ = true;
+    status = failure_;
   }
   observer_->OnInboundFailed(status, /*own_edge=*/true);
 }

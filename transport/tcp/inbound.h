@@ -88,11 +88,16 @@ class Inbound {
   absl::Status OnMessage(const Header& header, absl::string_view payload);
   void PeerLeft();
   void Fail(const absl::Status& status);
+  // The stream's thread touches no landing any more.
+  void StreamEnded();
   // `moves`: in the middle of a frame, which on a slow link is progress too.
   void Heard(int64_t now, bool moves);
 
  private:
   void Send(std::string message);
+  // Tells of the failure when the last stream has ended: until then frames may
+  // still become ready.
+  void MaybeReportFailure();
 
   const HopOptions options_;
   Observer* const observer_;
@@ -112,6 +117,8 @@ class Inbound {
   size_t gave_up_streams_ ABSL_GUARDED_BY(mutex_) = 0;
   bool left_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
+  bool failure_told_ ABSL_GUARDED_BY(mutex_) = false;
+  int running_ ABSL_GUARDED_BY(mutex_) = 0;  // streams
   absl::Status stop_why_ ABSL_GUARDED_BY(mutex_);
   RateMeter rate_ ABSL_GUARDED_BY(mutex_);
 
