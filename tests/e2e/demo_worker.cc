@@ -40,7 +40,7 @@ int main(int argc, char** argv) {
   gflags::ParseCommandLineFlags(&argc, &argv, true);
   namespace demo = weightsync::demo;
   namespace client = weightsync::client;
-  demo::BlockSignals();
+  demo::HandleSignals();
   const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
   demo::ExitUnless(model.status());
 
