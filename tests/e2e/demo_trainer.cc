@@ -26,6 +26,7 @@ DEFINE_string(worker_counts, "1,2",
 DEFINE_bool(linger, false, "Stay registered until SIGTERM.");
 
 int main(int argc, char** argv) {
+  FLAGS_logtostderr = true;  // no files of its own
   google::InitGoogleLogging(argv[0]);
   gflags::ParseCommandLineFlags(&argc, &argv, true);
   namespace demo = weightsync::demo;
