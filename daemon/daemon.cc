@@ -294,7 +294,8 @@ absl::Status DaemonImpl::StartServer() {
   replica_service_ = std::make_unique<ReplicaServiceImpl>(agent_.get());
 
   grpc::EnableDefaultHealthCheckService(true);
-  // Linked for reflection, which could not describe the health service otherwise.
+  // Linked for reflection, which could not describe the health service
+  // otherwise.
   grpc::health::v1::HealthCheckRequest::descriptor();
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::channelz::experimental::InitChannelzService();
