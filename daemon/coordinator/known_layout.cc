@@ -35,12 +35,12 @@ absl::StatusOr<std::shared_ptr<const KnownLayout>> MakeKnownLayout(
     labels.name = node.node();
     known->labels.push_back(std::move(labels));
   }
+  known->total_bytes = known->layout.catalog.total_bytes();
   known->source.resize(known->labels.size());
   known->receiver.resize(known->labels.size());
   for (uint32_t b = 0; b < known->layout.plan.bucket_count(); ++b) {
     const schedule::Bucket& bucket = known->layout.plan.bucket(b);
     known->source[bucket.source_node] = true;
-    known->total_bytes += bucket.bytes;
     for (int32_t node : known->layout.plan.need_nodes(b)) {
       known->receiver[node] = true;
     }

@@ -28,6 +28,7 @@ struct KnownLayout {
   // By node: some rank of it owns a bucket; some worker of it needs one.
   std::vector<bool> source;
   std::vector<bool> receiver;
+  // Of the catalog; buckets have padding beside.
   int64_t total_bytes = 0;
 
   const std::string& id() const { return layout.id; }

@@ -77,7 +77,7 @@ Agent::Agent(const Options& options, Parts parts)
                           [this](v1::NodeReport report) {
                             loop_.Post(
                                 [this, report = std::move(report)]() mutable {
-                                  link_.Report(std::move(report));
+                                  MoverReport(std::move(report));
                                 });
                           }),
              &layouts_, &store_, parts_.memory, parts_.groups),
@@ -168,12 +168,33 @@ void Agent::OnWelcome(const v1::Welcome& welcome) {
                       "moved; publish again"));
     }
     newest_term_ = welcome.term();
+    snapshots_.clear();
   }
   LOG(INFO) << "node " << options_.node << " is in cluster " << cluster_id_
             << ", coordinator " << welcome.coordinator() << ", term "
             << welcome.term();
   trainers_.Announce();
   replicas_.Announce();
+  for (const auto& snapshot : snapshots_) {
+    v1::NodeReport report;
+    *report.mutable_rank_snapshotted() = snapshot.second;
+    link_.Report(std::move(report));
+  }
+}
+
+void Agent::MoverReport(v1::NodeReport report) {
+  if (report.has_rank_snapshotted()) {
+    const v1::RankSnapshotted& snapshot = report.rank_snapshotted();
+    snapshots_[{snapshot.model(), snapshot.rank()}] = snapshot;
+  }
+  link_.Report(std::move(report));
+}
+
+void Agent::ForgetSnapshots(const std::string& update_id) {
+  for (auto it = snapshots_.begin(); it != snapshots_.end();) {
+    it = it->second.update_id() == update_id ? snapshots_.erase(it)
+                                             : std::next(it);
+  }
 }
 
 void Agent::OnLost(const absl::Status& why) {
@@ -215,6 +236,7 @@ void Agent::OnCommand(v1::NodeCommand command) {
       });
       return;
     case v1::NodeCommand::kEndUpdate:
+      ForgetSnapshots(command.end_update().update_id());
       data_.Post([this, command = std::move(command)] {
         mover_.EndUpdate(command.end_update());
       });

@@ -7,9 +7,12 @@
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_AGENT_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_AGENT_H_
 
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
@@ -86,6 +89,10 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
 
   void CheckLeases();
   v1::MemoryUse MemoryUse();
+  // What the mover says, on the loop.
+  void MoverReport(v1::NodeReport report);
+  // Of an update that has ended.
+  void ForgetSnapshots(const std::string& update_id);
 
   const Options options_;
   const Parts parts_;
@@ -108,6 +115,10 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
 
   std::string cluster_id_;
   int64_t newest_term_ = 0;
+  // What this term's coordinator was told, or would have been had it been
+  // there, of copies of updates that have not ended: it asks again for
+  // everything else when this node comes back. By model and rank.
+  std::map<std::pair<std::string, int32_t>, v1::RankSnapshotted> snapshots_;
   absl::Time last_check_;
   // Counts losses of the coordinator: a grace period that was begun for an
   // older one is void.

@@ -1,6 +1,9 @@
 // Daemons come, go, and come back.
 
+#include <signal.h>
+#include <spawn.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
 #include <filesystem>
 
@@ -158,6 +161,26 @@ TEST_F(LifecycleTest, ANodeThatIsStartedAgainIsThereAgain) {
   wanted_.clear();
   StartReplica("n", "r0");
   UpdateWorks(2);
+}
+
+TEST_F(LifecycleTest, ALeaseEndsWithItsProcess) {
+  // The stream stays open, as when a child has inherited it.
+  StartNode("a");
+  pid_t process = 0;
+  char name[] = "sleep", time[] = "1000";
+  char* arguments[] = {name, time, nullptr};
+  ASSERT_EQ(
+      posix_spawnp(&process, "sleep", nullptr, nullptr, arguments, environ), 0);
+  RawTrainer trainer(Channel("a"), 0, 1);
+  trainer.set_pid(process);
+  ASSERT_TRUE(trainer.Open().ok());
+  kill(process, SIGKILL);
+  const absl::Status status = trainer.WaitClosed();
+  waitpid(process, nullptr, 0);
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  EXPECT_EQ(ErrorReason(status), "PROCESS_ENDED");
+  StartTrainers({"a"}, 1);
+  UpdateWorks(1);
 }
 
 TEST_F(LifecycleTest, ATakenNodeNameIsRefusedAndTheFirstStays) {

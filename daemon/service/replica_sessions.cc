@@ -22,6 +22,14 @@ absl::Status NotHere(absl::string_view reason, const std::string& who) {
       absl::StrCat(who, " is not connected to its node any more"));
 }
 
+absl::Status Taken(absl::string_view reason, const std::string& who) {
+  return ErrorStatus(
+      absl::StatusCode::kAlreadyExists, reason,
+      absl::StrCat(who,
+                   " has a live stream to this node; end that one, or "
+                   "register again when its lease is over"));
+}
+
 // Why a lease that the coordinator knew is over.
 absl::Status LeftStatus(const std::string& who, const absl::Status& why) {
   if (why.ok()) {
@@ -125,6 +133,15 @@ void ReplicaSessions::Heard(const ControlStream* stream,
                           "the first report must be a registration");
     if (!status.ok()) {
       EndControl(id, status);
+      return;
+    }
+    // Another incarnation is the coordinator's business, who may know it on
+    // another node; the same one twice is this node's.
+    const v1::RegisterReplica& said = report.register_();
+    if (FindControl(said.model(), said.replica(), said.incarnation()) !=
+        nullptr) {
+      EndControl(id, Taken("REPLICA_TAKEN",
+                           ReplicaName(said.model(), said.replica())));
       return;
     }
     control->named = true;
@@ -307,6 +324,15 @@ void ReplicaSessions::Heard(const WorkerStream* stream,
                           "the first report must be a registration");
     if (!status.ok()) {
       EndWorker(id, status);
+      return;
+    }
+    const v1::RegisterWorker& said = report.register_();
+    if (FindWorker(said.model(), said.replica(), said.worker_index(),
+                   said.incarnation()) != nullptr) {
+      EndWorker(id,
+                Taken("WORKER_TAKEN",
+                      absl::StrCat("worker ", said.worker_index(), " of ",
+                                   ReplicaName(said.model(), said.replica()))));
       return;
     }
     worker->named = true;

@@ -123,6 +123,7 @@ RawTrainer::RawTrainer(std::shared_ptr<grpc::Channel> channel, int rank,
     : rank_(rank),
       world_size_(world_size),
       model_(model),
+      pid_(getpid()),
       stub_(v1::TrainerService::NewStub(std::move(channel))) {}
 
 RawTrainer::~RawTrainer() { Close().IgnoreError(); }
@@ -134,7 +135,7 @@ absl::Status RawTrainer::Open() {
   identity->set_model(model_);
   identity->set_rank(rank_);
   identity->set_world_size(world_size_);
-  identity->set_pid(getpid());
+  identity->set_pid(pid_);
   identity->set_protocol_version(1);
   identity->set_client("raw trainer");
   v1::TrainerEvent event;

@@ -74,6 +74,8 @@ class RawTrainer {
              const std::string& model = "models/m");
   ~RawTrainer();
 
+  // Instead of this process. Before Open.
+  void set_pid(int pid) { pid_ = pid; }
   // The first event, or how the stream ended.
   absl::Status Open();
   absl::StatusOr<v1::ArenaOffer> Allocate(int64_t bytes);
@@ -116,6 +118,7 @@ class RawTrainer {
 
   const int rank_, world_size_;
   const std::string model_;
+  int pid_;
   std::unique_ptr<v1::TrainerService::Stub> stub_;
   grpc::ClientContext context_;
   std::unique_ptr<

@@ -168,18 +168,25 @@ TEST_F(UpdateTest, AnyDaemonAnswersAndFollows) {
   EXPECT_EQ(cluster.coordinator(), "nodes/c");
   EXPECT_EQ(cluster.cluster_id(), daemons_["c"]->cluster_id());
 
-  grpc::ClientContext nodes_context;
-  SetDeadline(&nodes_context);
-  v1::ListNodesResponse nodes;
-  ASSERT_TRUE(
-      admin->ListNodes(&nodes_context, v1::ListNodesRequest(), &nodes).ok());
-  ASSERT_EQ(nodes.nodes_size(), 2);
-  EXPECT_EQ(nodes.nodes(1).name(), "nodes/n");
-  EXPECT_EQ(nodes.nodes(1).trainer_rank_count(), 1);
-  EXPECT_EQ(nodes.nodes(1).worker_count(), 1);
-  EXPECT_GT(nodes.nodes(1).memory().store_reserved_bytes(), 0);
-  EXPECT_GT(nodes.nodes(1).memory().trainer_arena_bytes(), 0);
-  EXPECT_GT(nodes.nodes(1).memory().resident_bytes(), 0);
+  // What a node says of its memory comes with its heartbeats.
+  v1::Node node;
+  ASSERT_TRUE(Eventually([&] {
+    grpc::ClientContext nodes_context;
+    SetDeadline(&nodes_context);
+    v1::ListNodesResponse nodes;
+    if (!admin->ListNodes(&nodes_context, v1::ListNodesRequest(), &nodes)
+             .ok() ||
+        nodes.nodes_size() != 2) {
+      return false;
+    }
+    node = nodes.nodes(1);
+    return node.memory().store_reserved_bytes() > 0;
+  }));
+  EXPECT_EQ(node.name(), "nodes/n");
+  EXPECT_EQ(node.trainer_rank_count(), 1);
+  EXPECT_EQ(node.worker_count(), 1);
+  EXPECT_GT(node.memory().trainer_arena_bytes(), 0);
+  EXPECT_GT(node.memory().resident_bytes(), 0);
 
   const auto missing = GetVersion("n", "models/m/versions/99");
   EXPECT_EQ(missing.status().code(), absl::StatusCode::kNotFound);

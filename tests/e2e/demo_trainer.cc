@@ -55,6 +55,9 @@ int main(int argc, char** argv) {
   demo::ExitUnless(demo::WaitForReplicas(
       FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
 
+  // Optional: groups and memory are there when the first version comes.
+  demo::ExitUnless((*trainer)->Prepare(absl::Minutes(2)).status());
+
   for (int step = 1; step <= FLAGS_versions; ++step) {
     demo::ExitUnless(demo::FillAll(*model, step, FLAGS_versions, all));
     demo::ExitUnless(demo::AppendTo(
