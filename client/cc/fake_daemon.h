@@ -11,6 +11,7 @@
 
 #include "absl/time/time.h"
 #include "client/cc/fake_stream.h"
+#include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/replica.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
 
@@ -31,6 +32,7 @@ class FakeDaemon {
     builder.SetMaxReceiveMessageSize(-1);
     builder.RegisterService(&replica_service_);
     builder.RegisterService(&trainer_service_);
+    builder.RegisterService(&admin_service_);
     server_ = builder.BuildAndStart();
   }
   ~FakeDaemon() { Stop(); }
@@ -67,6 +69,8 @@ class FakeDaemon {
       on_publish;
   std::function<grpc::Status(const v1::WaitVersionRequest&, v1::Version*)>
       on_wait;
+  std::function<grpc::Status(const v1::PrepareRequest&, v1::PrepareResponse*)>
+      on_prepare;
 
   // The next worker, its registration received and accepted.
   std::shared_ptr<FakeWorkerStream> AcceptWorker(
@@ -202,8 +206,19 @@ class FakeDaemon {
     FakeStreams<FakeTrainerStream> trainers;
   };
 
+  struct AdminServiceImpl : public v1::AdminService::Service {
+    explicit AdminServiceImpl(FakeDaemon* daemon) : daemon(daemon) {}
+    grpc::Status Prepare(grpc::ServerContext*,
+                         const v1::PrepareRequest* request,
+                         v1::PrepareResponse* response) override {
+      return daemon->on_prepare(*request, response);
+    }
+    FakeDaemon* const daemon;
+  };
+
   ReplicaServiceImpl replica_service_;
   TrainerServiceImpl trainer_service_{this};
+  AdminServiceImpl admin_service_{this};
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
 };

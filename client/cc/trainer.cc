@@ -153,18 +153,32 @@ class Trainer::Impl {
     }
   }
 
-  absl::StatusOr<v1::PrepareResponse> Prepare(absl::Duration timeout) {
-    v1::PrepareRequest request;
-    request.set_model(options_.model);
-    *request.mutable_timeout() = ToProto(timeout);
-    v1::PrepareResponse response;
-    const absl::Status status =
-        Call("Prepare", absl::Now() + timeout + absl::Seconds(5),
-             [&](grpc::ClientContext* context) {
-               return admin_->Prepare(context, request, &response);
-             });
-    if (!status.ok()) return status;
-    return response;
+  absl::StatusOr<v1::PrepareResponse> Prepare(absl::Time deadline) {
+    absl::Duration backoff = absl::Milliseconds(20);
+    while (true) {
+      v1::PrepareRequest request;
+      request.set_model(options_.model);
+      *request.mutable_timeout() =
+          ToProto(std::max(deadline - absl::Now(), absl::ZeroDuration()));
+      v1::PrepareResponse response;
+      const absl::Status status =
+          Call("Prepare", deadline + absl::Seconds(5),
+               [&](grpc::ClientContext* context) {
+                 return admin_->Prepare(context, request, &response);
+               });
+      if (status.ok()) return response;
+      if (ErrorReason(status) != "WORLD_INCOMPLETE" ||
+          absl::Now() + backoff > deadline) {
+        return status;
+      }
+      absl::MutexLock lock(&mutex_);
+      mutex_.AwaitWithTimeout(absl::Condition(
+                                  +[](Impl* i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(
+                                       i->mutex_) { return !i->ended_.ok(); },
+                                  this),
+                              backoff);
+      backoff = std::min(backoff * 2, absl::Seconds(1));
+    }
   }
 
   absl::Status status() const { return LeaseStatus(); }
@@ -344,7 +358,7 @@ absl::StatusOr<v1::Version> Trainer::Wait(const PublishResult& published,
   return impl_->Wait(published, absl::Now() + timeout);
 }
 absl::StatusOr<v1::PrepareResponse> Trainer::Prepare(absl::Duration timeout) {
-  return impl_->Prepare(timeout);
+  return impl_->Prepare(absl::Now() + timeout);
 }
 absl::Status Trainer::status() const { return impl_->status(); }
 std::string Trainer::node() const { return impl_->node(); }

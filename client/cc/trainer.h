@@ -139,9 +139,11 @@ class Trainer {
   absl::StatusOr<v1::Version> Wait(const PublishResult& published,
                                    absl::Duration timeout);
 
-  // Joins groups and reserves memory ahead of the first publish. Idempotent;
-  // every rank may call it.
-  //   Everything that AdminService.Prepare answers.
+  // Joins groups and reserves memory ahead of the first publish, once all ranks
+  // have registered: it waits for them. Idempotent; every rank may call it.
+  //   Everything that AdminService.Prepare answers. WORLD_INCOMPLETE: some rank
+  //   had
+  //     not registered when time was up.
   absl::StatusOr<v1::PrepareResponse> Prepare(absl::Duration timeout);
 
   // OK while the lease lives; LEASE_LOST or CLOSED, with the reason,

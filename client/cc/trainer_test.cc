@@ -217,6 +217,33 @@ TEST_F(TrainerTest, WaitGoesOnBeyondTheServersLimit) {
       "WAIT_TIMEOUT");
 }
 
+TEST_F(TrainerTest, PrepareWaitsForTheOtherRanks) {
+  Connect();
+  std::atomic<int> calls{0};
+  daemon_.on_prepare = [&](const v1::PrepareRequest& request,
+                           v1::PrepareResponse* response) {
+    EXPECT_EQ(request.model(), "models/m");
+    if (++calls < 3) {
+      return ToGrpcStatus(ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                                      "WORLD_INCOMPLETE", "Rank 2."));
+    }
+    response->set_bucket_count(4);
+    return grpc::Status::OK;
+  };
+  const auto prepared = trainer_->Prepare(absl::Seconds(20));
+  ASSERT_TRUE(prepared.ok()) << prepared.status();
+  EXPECT_EQ(prepared->bucket_count(), 4);
+  calls = -1000000;
+  EXPECT_EQ(ErrorReason(trainer_->Prepare(absl::Milliseconds(100)).status()),
+            "WORLD_INCOMPLETE");
+  daemon_.on_prepare = [](const v1::PrepareRequest&, v1::PrepareResponse*) {
+    return ToGrpcStatus(ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                                    "NO_WORKERS", "Nobody."));
+  };
+  EXPECT_EQ(ErrorReason(trainer_->Prepare(absl::Seconds(20)).status()),
+            "NO_WORKERS");
+}
+
 TEST_F(TrainerTest, ALostLeaseEndsEveryCall) {
   Connect();
   std::atomic<bool> called{false};

@@ -26,11 +26,12 @@ DEFINE_string(worker_counts, "1,2",
 DEFINE_bool(linger, false, "Stay registered until SIGTERM.");
 
 int main(int argc, char** argv) {
+  FLAGS_logtostderr = true;  // no files of its own
   google::InitGoogleLogging(argv[0]);
   gflags::ParseCommandLineFlags(&argc, &argv, true);
   namespace demo = weightsync::demo;
   namespace client = weightsync::client;
-  demo::BlockSignals();
+  demo::HandleSignals();
   const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
   demo::ExitUnless(model.status());
 
@@ -56,7 +57,9 @@ int main(int argc, char** argv) {
       FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
 
   // Optional: groups and memory are there when the first version comes.
-  demo::ExitUnless((*trainer)->Prepare(absl::Minutes(2)).status());
+  if (FLAGS_wait_replicas > 0) {
+    demo::ExitUnless((*trainer)->Prepare(absl::Minutes(2)).status());
+  }
 
   for (int step = 1; step <= FLAGS_versions; ++step) {
     demo::ExitUnless(demo::FillAll(*model, step, FLAGS_versions, all));

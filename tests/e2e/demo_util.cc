@@ -1,15 +1,19 @@
 #include "tests/e2e/demo_util.h"
 
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/cc/rpc.h"
 #include "client/cc/wire_time.h"
@@ -75,25 +79,31 @@ absl::Status AppendTo(const std::string& path, const std::string& text) {
 
 namespace {
 
-sigset_t EndSignals() {
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  return signals;
+std::atomic<bool> waiting{false};
+absl::Notification& Signalled() {
+  static auto* const notification = new absl::Notification;
+  return *notification;
 }
 
 }  // namespace
 
-void BlockSignals() {
-  const sigset_t signals = EndSignals();
+void HandleSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::thread([signals] {
+    int signal = 0;
+    sigwait(&signals, &signal);
+    if (!waiting) _exit(128 + signal);
+    Signalled().Notify();
+  }).detach();
 }
 
 void WaitForSignal() {
-  const sigset_t signals = EndSignals();
-  int signal = 0;
-  sigwait(&signals, &signal);
+  waiting = true;
+  Signalled().WaitForNotification();
 }
 
 std::string ResultLine(const v1::Version& version, absl::Duration stall) {

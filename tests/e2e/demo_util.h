@@ -24,9 +24,10 @@ absl::Status WaitForReplicas(const std::string& address,
 // empty path does nothing.
 absl::Status AppendTo(const std::string& path, const std::string& text);
 
-// Until SIGTERM or SIGINT, which no longer end the process by themselves.
-// REQUIRES: BlockSignals was called before any thread was started.
-void BlockSignals();
+// From now on SIGTERM and SIGINT end the program at once; or, while it is in
+// WaitForSignal, let that return, so that it ends in good order.
+// REQUIRES: no thread was started yet.
+void HandleSignals();
 void WaitForSignal();
 
 // "version=3 bytes=... stall_ns=... ": what the quickstart makes its table of.

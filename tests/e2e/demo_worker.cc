@@ -36,11 +36,12 @@ DEFINE_bool(flip_bit, false, "Damage one bit before the last hash.");
 DEFINE_bool(linger, false, "Go on serving until SIGTERM.");
 
 int main(int argc, char** argv) {
+  FLAGS_logtostderr = true;  // no files of its own
   google::InitGoogleLogging(argv[0]);
   gflags::ParseCommandLineFlags(&argc, &argv, true);
   namespace demo = weightsync::demo;
   namespace client = weightsync::client;
-  demo::BlockSignals();
+  demo::HandleSignals();
   const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
   demo::ExitUnless(model.status());
 

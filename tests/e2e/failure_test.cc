@@ -23,7 +23,7 @@ class FailureTest : public ::testing::Test {
     }
     b_ = std::make_unique<TestReplica>(&cluster_, "b", "rb", 2);
     c_ = std::make_unique<TestReplica>(&cluster_, "c", "rc");
-    trainer_ = nullptr;
+    trainer_ = nullptr;  // its ranks go before their successors come
     trainer_ = std::make_unique<TestTrainer>(&cluster_, "a", 2);
     ASSERT_TRUE(cluster_.WaitReplicaState("rb", v1::Replica::STATE_SERVING));
     ASSERT_TRUE(cluster_.WaitReplicaState("rc", v1::Replica::STATE_SERVING));
@@ -85,7 +85,7 @@ TEST_F(FailureTest, TheCoordinatorIsKilledAndComesBack) {
   ASSERT_TRUE(cluster_.RestartNode("a"));
   ASSERT_TRUE(cluster_.WaitNodeState("b", v1::Node::STATE_CONNECTED));
   ASSERT_TRUE(cluster_.WaitNodeState("c", v1::Node::STATE_CONNECTED));
-  trainer_ = nullptr;
+  trainer_ = nullptr;  // its ranks go before their successors come
   trainer_ = std::make_unique<TestTrainer>(&cluster_, "a", 2);
   ASSERT_TRUE(cluster_.WaitReplicaState("rb", v1::Replica::STATE_SERVING));
   ASSERT_TRUE(cluster_.WaitReplicaState("rc", v1::Replica::STATE_SERVING));
@@ -114,7 +114,7 @@ TEST_F(FailureTest, ARankLeavesBeforeItArrives) {
   // Refused, or opened and then given up; either way it is named.
   EXPECT_FALSE(published.ok() && trainer_->Wait(*published).ok());
   EXPECT_TRUE(b_->WaitServes(1));
-  trainer_ = nullptr;
+  trainer_ = nullptr;  // its ranks go before their successors come
   trainer_ = std::make_unique<TestTrainer>(&cluster_, "a", 2);
   Succeed(3);
 }
