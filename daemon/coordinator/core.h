@@ -298,6 +298,9 @@ class CoordinatorCore {
   std::map<std::string, std::string> streams_;  // stream -> node
   std::map<std::string, ModelRun> models_;
   std::map<std::string, std::shared_ptr<const KnownLayout>> layouts_;
+  // Numbers of updates by the word of workers that hold them: a record may be
+  // gone before the last replica that serves it.
+  std::map<UpdateKey, int64_t> told_versions_;
   std::set<std::string> journalled_layouts_;
   // Update ids by key; [0] is "".
   std::vector<std::string> ids_;

@@ -51,6 +51,9 @@ WorkerContent CoordinatorCore::ContentOf(const v1::InstalledState& installed) {
       return content;
   }
   content.update = KeyOf(installed.update_id());
+  if (content.update != 0 && installed.version() > 0) {
+    told_versions_[content.update] = installed.version();
+  }
   return content;
 }
 
@@ -66,6 +69,10 @@ CommittedUpdate CoordinatorCore::Describe(const std::string& name,
     described.version = record->version();
     described.step = record->step();
     described.layout_id = record->layout_id();
+  } else if (auto told = told_versions_.find(update);
+             told != told_versions_.end()) {
+    // Older than what is kept: its number is the worker's own word.
+    described.version = told->second;
   }
   return described;
 }

@@ -58,8 +58,8 @@ absl::Status Damaged(const std::string& path, size_t offset,
   return ErrorStatus(
       absl::StatusCode::kDataLoss, "JOURNAL_DAMAGED",
       absl::StrCat(path, " is damaged at offset ", offset, ": ", what,
-                   "; bring it back from a copy, or move it away and adopt the "
-                   "cluster anew"));
+                   "; bring it back from a copy, or, to begin a new cluster, "
+                   "empty the state directories of all its daemons"));
 }
 
 // Whether a well-formed frame begins somewhere in `data`: what lies before it

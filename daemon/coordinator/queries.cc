@@ -260,17 +260,19 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
   out.set_state(StateOf(run));
   out.set_incarnation(run.incarnation);
   out.set_worker_count(static_cast<int32_t>(run.machine.workers.size()));
-  const auto version_of = [&](const std::string& update_id) -> int64_t {
+  const auto version_of = [&](UpdateKey update) -> int64_t {
+    const std::string& update_id = core_.IdOf(update);
     if (update_id == model.committed.update_id) return model.committed.version;
     for (const v1::Version& version : model.ended) {
       if (version.update_id() == update_id) return version.version();
     }
-    return 0;
+    const auto told = core_.told_versions_.find(update);
+    return told == core_.told_versions_.end() ? 0 : told->second;
   };
   if (run.machine.Servable() &&
       run.machine.workers[0].content.kind == Content::kInstalled) {
     out.set_update_id(core_.IdOf(run.machine.workers[0].content.update));
-    out.set_version(version_of(out.update_id()));
+    out.set_version(version_of(run.machine.workers[0].content.update));
   }
   const ReplicaEntry* entry = core_.registry_.FindReplica(model.name, run.name);
   if (entry != nullptr) {
@@ -297,7 +299,7 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
         break;
     }
     installed->set_update_id(core_.IdOf(worker.content.update));
-    installed->set_version(version_of(installed->update_id()));
+    installed->set_version(version_of(worker.content.update));
     if (entry != nullptr && i < entry->workers.size()) {
       shown->set_node(absl::StrCat("nodes/", entry->workers[i].node));
       shown->set_pid(entry->workers[i].registration.pid());

@@ -121,6 +121,33 @@ TEST(RecoveryTest, ALateReplicaInstallsTheNewestUpdateFromItsNode) {
   ExpectAllServe(c, c.Version().update_id());
 }
 
+TEST(RecoveryTest, AReplicaThatWasAwayForLongIsResumedWithItsOwnNumber) {
+  CoordinatorOptions options;
+  options.kept_versions = 2;
+  FakeCluster c(options);
+  c.AddStandard();
+  c.AddNode("n3");
+  c.AddReplica("r4", {"n3"});
+  c.Run();
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_EQ(c.Replica("r4").version(), 1);
+  c.LoseWorker("r4", 0);
+  for (int i = 0; i < 4; ++i) {
+    c.PublishAll(2);
+    c.Run();
+  }
+  // Its record is gone, and its node holds nothing newer.
+  c.engines["r4"].paused = true;
+  c.engines["r4"].workers[0].set_version(1);
+  c.engines["r4"].last_resume.Clear();
+  c.Register("r4");
+  c.Run();
+  EXPECT_TRUE(c.Replica("r4").behind());
+  EXPECT_EQ(c.Replica("r4").version(), 1);
+  EXPECT_EQ(c.engines["r4"].last_resume.version(), 1);
+}
+
 TEST(RecoveryTest, AWorkerThatHoldsAMixIsAppliedAgainFromTheStore) {
   FakeCluster c;
   c.AddStandard();

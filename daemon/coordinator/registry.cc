@@ -67,7 +67,11 @@ Fault ModelEntry::Unpublishable() const {
       missing.push_back(absl::StrCat(rank));
     }
   }
-  if (world_size == 0 || !missing.empty()) {
+  if (world_size == 0) {
+    return Fault(StatusCode::kDeadlineExceeded, "WORLD_INCOMPLETE",
+                 absl::StrCat("no trainer rank of ", name, " is here"));
+  }
+  if (!missing.empty()) {
     return Fault(StatusCode::kDeadlineExceeded, "WORLD_INCOMPLETE",
                  absl::StrCat("of ", world_size, " ranks of ", name,
                               " these have not registered their shards: ",

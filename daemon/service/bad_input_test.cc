@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <limits>
+
 #include "daemon/service/cluster_fixture.h"
 #include "gmock/gmock.h"
 #include "transport/host/fd_socket.h"
@@ -283,6 +285,10 @@ TEST_F(BadInputTest, CallsOutOfPlace) {
               absl::StatusCode::kFailedPrecondition, "NOT_REGISTERED");
   ExpectError(trainers_[0]->Publish(-1).status(),
               absl::StatusCode::kInvalidArgument, "VERSION_INVALID");
+  // After it there would be no number left to count on with.
+  ExpectError(
+      trainers_[0]->Publish(std::numeric_limits<int64_t>::max()).status(),
+      absl::StatusCode::kInvalidArgument, "VERSION_INVALID");
   v1::PublishVersionRequest request;
   request.set_session(trainers_[0]->session());
   request.set_request_id(std::string(129, 'x'));

@@ -388,6 +388,13 @@ absl::Status CheckPublish(const v1::PublishVersionRequest& request) {
                                 "; give a positive one, or 0 to have the "
                                 "server count"));
   }
+  if (request.version() > kNewestVersion) {
+    return Invalid("VERSION_INVALID",
+                   absl::StrCat("version ", request.version(), " is above ",
+                                kNewestVersion,
+                                ", which leaves no numbers to count on with; "
+                                "give a smaller one"));
+  }
   if (request.request_id().size() > 128) {
     return Invalid("REQUEST_ID_INVALID",
                    absl::StrCat("request_id has ", request.request_id().size(),

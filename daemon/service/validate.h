@@ -21,6 +21,10 @@
 namespace weightsync {
 namespace daemon {
 
+// The highest version that a trainer may name: the server counts on from there,
+// and must not run out of numbers.
+constexpr int64_t kNewestVersion = int64_t{1} << 62;
+
 // Parameters, dimensions and workers beyond these are mistakes, and would make
 // lists that nobody can hold.
 inline constexpr int kMaxDimensions = 16;
