@@ -152,13 +152,14 @@ fail() {
   exit 1
 }
 
-# Waits until all of the given processes have printed "done".
-await_done() {
-  local deadline=$((SECONDS + 900)) process left
+# Waits until all of the given processes have printed a line.
+await() {
+  local line=$1 deadline=$((SECONDS + 900)) process left
+  shift
   while true; do
     left=
     for process in "$@"; do
-      grep -qx 'done' "$work/$process.out" && continue
+      grep -qx "$line" "$work/$process.out" && continue
       running "$process" || fail "$process ended too early"
       left=1
     done
@@ -218,6 +219,8 @@ start_replica() {
 start_replica replica-0 node-b 1
 start_replica replica-1 node-b 2 "${damage[@]}"
 start_replica replica-2 node-c 1
+# Their nodes reserve memory now, which no update shall wait for.
+await ready replica-0 replica-1 replica-2
 for rank in 0 1 2; do
   start "rank-$rank" "$trainer" --address="$(address_of node-a)" "${what[@]}" \
     --rank=$rank --world_size=3 --wait_replicas=3 --versions="$versions" \
@@ -237,7 +240,7 @@ done
 "$ctl" watch "$name" --address "$address" &
 watcher=$!
 
-await_done rank-0 rank-1 rank-2 replica-0 replica-1 replica-2
+await "done" rank-0 rank-1 rank-2 replica-0 replica-1 replica-2
 sleep 0.3
 kill "$watcher" 2>/dev/null || true
 wait "$watcher" 2>/dev/null || true

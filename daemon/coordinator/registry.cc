@@ -1,11 +1,16 @@
 #include "daemon/coordinator/registry.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/coordinator/fit.h"
+#include "daemon/node/convert.h"
+#include "schedule/dtype.h"
 
 namespace weightsync {
 namespace daemon {
@@ -377,23 +382,33 @@ int64_t Registry::StoreBytes(const std::string& model,
                              const std::string& node) const {
   const ModelEntry* entry = FindModel(model);
   if (entry == nullptr) return 0;
-  int64_t bytes = 0;
-  std::set<std::string> seen;
+  struct Wanted {
+    std::set<std::string> boxes;
+    int64_t bytes = 0;
+    int64_t whole = 0;
+  };
+  std::map<std::string, Wanted> wanted;
   for (const auto& replica : entry->replicas) {
     for (const WorkerEntry& worker : replica.second.workers) {
       if (!worker.present || worker.node != node) continue;
-      std::string key;
       for (const v1::WantedTensor& tensor : worker.registration.tensors()) {
-        key += absl::StrCat(tensor.name(), "[", tensor.box().ShortDebugString(),
-                            "]");
+        Wanted& part = wanted[tensor.name()];
+        const int64_t element = schedule::DTypeSize(FromProto(tensor.dtype()));
+        int64_t whole = element;
+        for (const int64_t extent : tensor.shape()) whole *= extent;
+        int64_t box = element;
+        for (const int64_t extent : tensor.box().extent()) box *= extent;
+        if (!tensor.has_box()) box = whole;
+        if (part.boxes.insert(tensor.box().SerializeAsString()).second) {
+          part.bytes += box;
+        }
+        part.whole = whole;
       }
-      if (seen.insert(std::move(key)).second) bytes += worker.tensor_bytes;
     }
   }
-  if (entry->catalog != nullptr) {
-    // Pieces are padded: leave a little for that.
-    const int64_t whole = entry->catalog->total_bytes();
-    bytes = std::min(bytes, whole + whole / 64 + 4096);
+  int64_t bytes = 0;
+  for (const auto& part : wanted) {
+    bytes += std::min(part.second.bytes, part.second.whole);
   }
   return bytes;
 }

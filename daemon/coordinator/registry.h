@@ -122,8 +122,10 @@ class Registry {
   // Makes the model known by name alone.
   void AddModel(const std::string& model);
 
-  // Bytes of the workers of `node` for one update of the model, each list of
-  // tensors counted once; never more than the catalog.
+  // Bytes of the workers of `node` for one update of the model: of each
+  // parameter every box once, and never more than all of it, so that whole and
+  // tensor-parallel replicas beside each other need no more than the model.
+  // Known before any trainer is there.
   int64_t StoreBytes(const std::string& model, const std::string& node) const;
 
   // The inputs of a layout, without its id: all ranks, and the workers of

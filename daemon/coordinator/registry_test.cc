@@ -205,6 +205,27 @@ TEST_F(RegistryTest, AReplicaTakesEverythingOrSaysThatItIsPartial) {
   EXPECT_EQ(registry_.StoreBytes(kModel, "n"), 32);
 }
 
+TEST_F(RegistryTest, ANodeStoresEachParameterOnce) {
+  // No trainer is there yet.
+  const auto half = [](int index) {
+    v1::RegisterWorker worker = Worker("tp", index, 2);
+    v1::Box* box = worker.mutable_tensors(0)->mutable_box();
+    box->add_offset(4 * index);
+    box->add_offset(0);
+    box->add_extent(4);
+    box->add_extent(4);
+    return worker;
+  };
+  ASSERT_EQ(Join(half(0)), "");
+  EXPECT_EQ(registry_.StoreBytes(kModel, "n"), 32);
+  ASSERT_EQ(Join(Worker("r", 0, 1)), "");
+  const int64_t whole = registry_.StoreBytes(kModel, "n");
+  ASSERT_EQ(Join(half(1)), "");
+  ASSERT_EQ(Join(Worker("s", 0, 1)), "");
+  EXPECT_EQ(registry_.StoreBytes(kModel, "n"), whole);
+  EXPECT_EQ(registry_.StoreBytes(kModel, "elsewhere"), 0);
+}
+
 TEST_F(RegistryTest, OneIncarnationAtATime) {
   ASSERT_EQ(Join(Control("r", 2)), "");
   v1::RegisterReplica other = Control("r", 2);

@@ -82,8 +82,10 @@ int main(int argc, char** argv) {
   auto replica = client::Replica::Start(options, hooks);
   demo::ExitUnless(replica.status());
   for (auto& worker : workers) {
-    demo::ExitUnless(worker->WaitRegistered(absl::Minutes(1)));
+    demo::ExitUnless(worker->WaitRegistered(absl::Minutes(5)));
   }
+  std::puts("ready");
+  std::fflush(stdout);
 
   for (int64_t version = 0; version < FLAGS_versions;) {
     version = engine.NextRequest(absl::Now() + absl::Seconds(FLAGS_timeout_s));
