@@ -37,6 +37,27 @@ bool ReplicaState::HeldBy(const Holder& holder) const {
   return std::find(holders.begin(), holders.end(), holder) != holders.end();
 }
 
+PauseKind ReplicaState::WantedPause() const {
+  if (fenced) return PauseKind::kDrain;
+  const bool beside =
+      engine == EngineState::kPaused && pause == PauseKind::kNone;
+  PauseKind wanted = PauseKind::kDrain;
+  for (const Holder& holder : holders) {
+    wanted = holder.pause;
+    if (wanted != PauseKind::kNone) return wanted;
+  }
+  // While workers build beside they differ; before they began they must not.
+  if (wanted == PauseKind::kNone && !beside && !Servable()) {
+    return PauseKind::kDrain;
+  }
+  return wanted;
+}
+
+bool ReplicaState::PausedForAll() const {
+  return control && engine == EngineState::kPaused &&
+         (pause != PauseKind::kNone || WantedPause() == PauseKind::kNone);
+}
+
 namespace {
 
 class Stepper {
@@ -68,6 +89,7 @@ class Stepper {
         // An engine that says it runs is believed; one that stands still may
         // have been paused by a coordinator that is no more.
         s_.engine = event.paused ? EngineState::kPaused : EngineState::kRunning;
+        s_.pause = PauseKind::kDrain;
         if (event.paused) {
           s_.served_known = false;
           if (!s_.holders.empty()) Say(ReplicaAction::kPausedNow);
@@ -130,9 +152,7 @@ class Stepper {
         return;
       case ReplicaEvent::kHold:
         if (!s_.HeldBy(event.holder)) s_.holders.push_back(event.holder);
-        if (s_.engine == EngineState::kPaused && s_.control) {
-          Say(ReplicaAction::kPausedNow);
-        }
+        if (s_.PausedForAll()) Say(ReplicaAction::kPausedNow);
         return;
       case ReplicaEvent::kRelease:
         s_.holders.erase(
@@ -161,6 +181,21 @@ class Stepper {
         s_.fenced = false;
         for (ReplicaWorker& worker : s_.workers) worker.command = 0;
         return;
+      case ReplicaEvent::kStreaming:
+        for (ReplicaWorker& worker : s_.workers) {
+          if (!worker.present) continue;
+          worker.content = WorkerContent{Content::kWriting, event.update};
+          worker.command = 0;
+          worker.first_command = s_.next_command;
+        }
+        return;
+      case ReplicaEvent::kContent: {
+        ReplicaWorker& worker = s_.workers[event.worker];
+        if (!worker.present) return;
+        worker.content = event.content;
+        CheckInstalled();
+        return;
+      }
       case ReplicaEvent::kFence:
         Fence(event.fault);
         return;
@@ -283,17 +318,25 @@ class Stepper {
     if (PauseWanted()) {
       const bool again =
           s_.engine == EngineState::kDoubtful && now_ >= s_.deadline;
+      const PauseKind wanted = s_.WantedPause();
+      // It was told to go on while its workers build beside; now it must not.
+      const bool in_earnest = (s_.engine == EngineState::kPaused ||
+                               s_.engine == EngineState::kPausing) &&
+                              s_.pause == PauseKind::kNone &&
+                              wanted != PauseKind::kNone;
       if (s_.engine == EngineState::kRunning ||
           s_.engine == EngineState::kResuming ||
-          s_.engine == EngineState::kUnresumed || again) {
+          s_.engine == EngineState::kUnresumed || again || in_earnest) {
         if (s_.engine == EngineState::kRunning) {
           s_.served = s_.workers[0].content;
           s_.served_known = s_.Servable();
         }
         s_.engine = EngineState::kPausing;
+        s_.pause = wanted;
         s_.deadline = now_ + timeouts_.pause;
         ReplicaAction& action = Command(ReplicaAction::kSendPause);
         s_.command = action.command;
+        action.pause = wanted;
         action.update = s_.holders.empty() ? s_.target : s_.holders[0].update;
       }
       if (s_.engine == EngineState::kPaused && s_.target != 0 && !s_.fenced) {
@@ -310,6 +353,7 @@ class Stepper {
     s_.deadline = now_ + timeouts_.resume;
     ReplicaAction& action = Command(ReplicaAction::kSendResume);
     s_.command = action.command;
+    action.pause = s_.pause;
     const WorkerContent& content = s_.workers[0].content;
     action.update = content.update;
     action.weights_changed = s_.served_known
