@@ -61,6 +61,8 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   coordinator.apply_timeout = deadlines.apply;
   coordinator.resume_timeout = deadlines.resume;
   coordinator.publish_timeout = deadlines.publish;
+  coordinator.barrier_timeout = deadlines.barrier;
+  coordinator.operation_timeout = deadlines.operation;
   coordinator.heartbeat_interval = deadlines.heartbeat_interval;
   coordinator.heartbeat_timeout = deadlines.heartbeat;
   coordinator.node_reconnect_grace = deadlines.node_reconnect_grace;

@@ -28,6 +28,9 @@ struct Deadlines {
   absl::Duration apply = absl::Seconds(120);
   absl::Duration resume = absl::Seconds(30);
   absl::Duration publish = absl::Seconds(120);
+  absl::Duration barrier = absl::Seconds(30);
+  // Of what operators ask for.
+  absl::Duration operation = absl::Minutes(10);
 
   // Of leases.
   absl::Duration heartbeat_interval = absl::Seconds(1);

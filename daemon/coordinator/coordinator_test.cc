@@ -93,13 +93,12 @@ TEST(CoordinatorTest, OptionsThatCannotBeHadAreRefusedByName) {
               o->mutable_commit_policy()->mutable_rolling();
             }),
             "MAX_UNAVAILABLE_INVALID");
-  EXPECT_EQ(reason([](v1::UpdateOptions* o) {
-              o->mutable_commit_policy()
-                  ->mutable_rolling()
-                  ->set_max_unavailable(1);
-              o->set_update_mode(v1::UPDATE_MODE_STREAM);
-            }),
-            "COMMIT_POLICY_UNIMPLEMENTED");
+  EXPECT_EQ(
+      reason([](v1::UpdateOptions* o) {
+        o->mutable_commit_policy()->mutable_rolling()->set_max_unavailable(1);
+        o->set_update_mode(v1::UPDATE_MODE_STREAM);
+      }),
+      "COMMIT_POLICY_UNIMPLEMENTED");
   EXPECT_EQ(reason([](v1::UpdateOptions* o) {
               o->set_pause_mode(v1::PAUSE_MODE_NONE);
               o->set_update_mode(v1::UPDATE_MODE_STREAM);

@@ -41,10 +41,10 @@ const CommittedUpdate* ModelRun::FindCommit(
 }
 
 const CommittedUpdate* ModelRun::Wanted() const {
-  const CommittedUpdate* wanted =
-      !held_update_id.empty() ? FindCommit(held_update_id)
-      : commits.empty()       ? nullptr
-                              : &commits.back();
+  const CommittedUpdate* wanted = !held_update_id.empty()
+                                      ? FindCommit(held_update_id)
+                                  : commits.empty() ? nullptr
+                                                    : &commits.back();
   return wanted == nullptr || wanted->lost ? nullptr : wanted;
 }
 
@@ -477,8 +477,8 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
   for (auto& entry : models_) {
     FetchFailed(&entry.second, node->name, fault);
     for (auto it = entry.second.pins.begin(); it != entry.second.pins.end();) {
-      it = it->first == node->name ? entry.second.pins.erase(it)
-                                   : std::next(it);
+      it =
+          it->first == node->name ? entry.second.pins.erase(it) : std::next(it);
     }
     const ModelEntry* model = registry_.FindModel(entry.first);
     if (model == nullptr) continue;

@@ -92,9 +92,9 @@ void CoordinatorCore::Answer(const AdminWait& wait,
   if (response.ok()) {
     done.response = *std::move(response);
   } else {
-    done.failure = ToProto(
-        Fault(response.status().code(), ErrorReason(response.status()),
-              std::string(response.status().message())));
+    done.failure =
+        ToProto(Fault(response.status().code(), ErrorReason(response.status()),
+                      std::string(response.status().message())));
   }
   actions_.push_back(std::move(done));
 }
@@ -106,10 +106,10 @@ void CoordinatorCore::PauseByHand(AdminWait wait,
   const auto shown = Queries(*this).GetReplica(call.name());
   if (!shown.ok()) return Answer(wait, shown.status());
   if (call.mode() == v1::PAUSE_MODE_NONE) {
-    return Answer(wait, Error(StatusCode::kInvalidArgument,
-                              "PAUSE_MODE_INVALID",
-                              "a pause by hand stops the engine: say ABORT, "
-                              "DRAIN or KEEP"));
+    return Answer(wait,
+                  Error(StatusCode::kInvalidArgument, "PAUSE_MODE_INVALID",
+                        "a pause by hand stops the engine: say ABORT, "
+                        "DRAIN or KEEP"));
   }
   wait.model = ModelOf(call.name());
   wait.replica = call.name().substr(call.name().rfind('/') + 1);
@@ -169,11 +169,11 @@ void CoordinatorCore::Rollback(AdminWait wait,
   }
   if (!model->updates.empty()) {
     return Answer(
-        wait, Error(StatusCode::kFailedPrecondition, "UPDATE_RUNNING",
-                    absl::StrCat(model->updates[0]->record.name(), " is still ",
-                                 UpdatePhaseName(
-                                     model->updates[0]->machine.phase),
-                                 "; wait until it has ended")));
+        wait,
+        Error(StatusCode::kFailedPrecondition, "UPDATE_RUNNING",
+              absl::StrCat(model->updates[0]->record.name(), " is still ",
+                           UpdatePhaseName(model->updates[0]->machine.phase),
+                           "; wait until it has ended")));
   }
   if (target == nullptr) {
     return Answer(
@@ -194,17 +194,15 @@ void CoordinatorCore::Rollback(AdminWait wait,
     bool found = Missing(replica, *target, &missing);
     for (const auto& node : missing) {
       for (const uint32_t bucket : node.second) {
-        found =
-            found && HolderOf(*target, bucket, node.first) != nullptr;
+        found = found && HolderOf(*target, bucket, node.first) != nullptr;
       }
     }
     if (found) continue;
     return Answer(
-        wait,
-        Error(StatusCode::kFailedPrecondition, "NO_HOLDER",
-              absl::StrCat("no node holds what ", replica.machine.name,
-                           " needs of ", call.version(),
-                           " any more; nothing was changed")));
+        wait, Error(StatusCode::kFailedPrecondition, "NO_HOLDER",
+                    absl::StrCat("no node holds what ", replica.machine.name,
+                                 " needs of ", call.version(),
+                                 " any more; nothing was changed")));
   }
   if (model->held_update_id != target->update_id) {
     auto* hold = Write()->mutable_hold_placed();
@@ -308,17 +306,17 @@ void CoordinatorCore::DeleteVersion(AdminWait wait,
   if (model->held_update_id == update_id) user = "a rollback holds it";
   for (const auto& entry : model->replicas) {
     const ReplicaState& machine = entry.second.machine;
-    const bool has = std::any_of(
-        machine.workers.begin(), machine.workers.end(),
-        [key](const ReplicaWorker& worker) {
-          return worker.present && worker.content.update == key;
-        });
+    const bool has =
+        std::any_of(machine.workers.begin(), machine.workers.end(),
+                    [key](const ReplicaWorker& worker) {
+                      return worker.present && worker.content.update == key;
+                    });
     if (key != 0 && has) user = absl::StrCat(machine.name, " serves it");
   }
   if (!user.empty()) {
-    return Answer(wait, Error(StatusCode::kFailedPrecondition, "VERSION_IN_USE",
-                              absl::StrCat(shown->name(),
-                                           " cannot be deleted: ", user)));
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "VERSION_IN_USE",
+                    absl::StrCat(shown->name(), " cannot be deleted: ", user)));
   }
   auto* deleted = Write()->mutable_version_deleted();
   deleted->set_model(model->name);
@@ -356,11 +354,11 @@ void CoordinatorCore::DeleteReplica(AdminWait wait,
   const std::string name = call.name().substr(call.name().rfind('/') + 1);
   const ReplicaEntry* entry = registry_.FindReplica(model->name, name);
   if (entry != nullptr && !entry->Empty()) {
-    return Answer(wait,
-                  Error(StatusCode::kFailedPrecondition, "REPLICA_ALIVE",
-                        absl::StrCat(call.name(), " is alive as incarnation ",
-                                     entry->incarnation, " on node ",
-                                     entry->node, "; end it first")));
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "REPLICA_ALIVE",
+                    absl::StrCat(call.name(), " is alive as incarnation ",
+                                 entry->incarnation, " on node ", entry->node,
+                                 "; end it first")));
   }
   if (model->held_replicas.erase(name) != 0) {
     auto* hold = Write()->mutable_hold_released();
@@ -399,8 +397,8 @@ void CoordinatorCore::Adopt(AdminWait wait,
                                      absl::StrJoin(seen_clusters_, ", "),
                                      "; name the one to adopt")));
   }
-  LOG(WARNING) << "adopting cluster " << cluster << " after: "
-               << lost_evidence_;
+  LOG(WARNING) << "adopting cluster " << cluster
+               << " after: " << lost_evidence_;
   term_ = std::max(term_, seen_term_) + 1;
   auto* adopted = Write()->mutable_adopted();
   adopted->set_cluster_id(cluster);
@@ -501,10 +499,9 @@ void CoordinatorCore::CheckWaits() {
       if (names.empty()) {
         Answer(*wait, *Queries(*this).GetModel(wait->model));
       } else if (late) {
-        Answer(*wait,
-               Error(StatusCode::kDeadlineExceeded, "ROLLBACK_TIMEOUT",
-                     absl::StrCat("it goes on; not there yet: ",
-                                  absl::StrJoin(names, ", "))));
+        Answer(*wait, Error(StatusCode::kDeadlineExceeded, "ROLLBACK_TIMEOUT",
+                            absl::StrCat("it goes on; not there yet: ",
+                                         absl::StrJoin(names, ", "))));
       }
       return names.empty() || late;
     }
@@ -525,9 +522,10 @@ void CoordinatorCore::CheckWaits() {
       if (late) {
         Answer(*wait,
                Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
-                     absl::StrCat(name, " is held, but its engine has not said "
-                                        "that it paused; it is held until "
-                                        "`weightsyncctl resume`")));
+                     absl::StrCat(name,
+                                  " is held, but its engine has not said "
+                                  "that it paused; it is held until "
+                                  "`weightsyncctl resume`")));
       }
       return late;
     }

@@ -249,12 +249,13 @@ void CoordinatorCore::StartInstall(ReplicaRun* replica,
         MarkLost(model, update.update_id);
         return;
       }
-      replica->last_failure = ToProto(Fault(
-          StatusCode::kUnavailable, "NO_HOLDER",
-          absl::StrCat("no node that can be reached holds bucket ", bucket,
-                       " of version ", update.version, " of ", model->name,
-                       ", which node ", node.first, " lacks; it is looked for "
-                       "again")));
+      replica->last_failure = ToProto(
+          Fault(StatusCode::kUnavailable, "NO_HOLDER",
+                absl::StrCat("no node that can be reached holds bucket ",
+                             bucket, " of version ", update.version, " of ",
+                             model->name, ", which node ", node.first,
+                             " lacks; it is looked for "
+                             "again")));
       replica->not_before = now_ + kFirstRetry;
       return;
     }
@@ -276,8 +277,7 @@ void CoordinatorCore::HoldForInstall(ReplicaRun* replica) {
   const ReplicaEntry* entry =
       registry_.FindReplica(replica->model, replica->name);
   // Its workers differ while they build beside, so it must have declared it.
-  if (holder.pause == PauseKind::kNone &&
-      !entry->registration.atomic_swap()) {
+  if (holder.pause == PauseKind::kNone && !entry->registration.atomic_swap()) {
     holder.pause = PauseKind::kDrain;
   }
   if (replica->machine.HeldBy(holder)) return;
@@ -315,9 +315,9 @@ void CoordinatorCore::InstallFailed(ReplicaRun* replica, const Fault& fault) {
   DropInstall(replica);
   replica->last_failure = ToProto(fault);
   replica->not_before =
-      now_ + std::min(kLastRetry,
-                      kFirstRetry * (1 << std::min(replica->fetch_failures - 1,
-                                                   4)));
+      now_ +
+      std::min(kLastRetry,
+               kFirstRetry * (1 << std::min(replica->fetch_failures - 1, 4)));
   if (!replica->machine.Servable() && !replica->machine.fenced &&
       replica->machine.Complete()) {
     FenceMix(replica);
@@ -537,8 +537,7 @@ void CoordinatorCore::FetchFailed(ModelRun* model, const std::string& name,
   if (fetch->holders.count(name) != 0) {
     for (const v1::Flow& flow : fetch->flows) {
       const std::string& target = flow.members(1).node();
-      if (flow.members(0).node() != name ||
-          fetch->targets.count(target) == 0) {
+      if (flow.members(0).node() != name || fetch->targets.count(target) == 0) {
         continue;
       }
       failed_edges_.insert({name, target});
@@ -603,9 +602,9 @@ void CoordinatorCore::TickFetch(ModelRun* model) {
   FetchRun* fetch = model->fetch.get();
   if (fetch == nullptr) return;
   const UpdateKey key = fetch->update;
-  const bool wanted = std::any_of(
-      model->replicas.begin(), model->replicas.end(),
-      [key](const auto& r) { return r.second.installing == key; });
+  const bool wanted =
+      std::any_of(model->replicas.begin(), model->replicas.end(),
+                  [key](const auto& r) { return r.second.installing == key; });
   if (!wanted) {
     EndFetch(model);
     SettleAll(model);
@@ -615,13 +614,13 @@ void CoordinatorCore::TickFetch(ModelRun* model) {
   const bool preparing = !fetch->moving;
   const std::set<std::string> late =
       preparing ? fetch->preparing : fetch->targets;
-  const Fault fault(StatusCode::kDeadlineExceeded,
-                    preparing ? "PREPARE_TIMEOUT" : "PROGRESS_TIMEOUT",
-                    absl::StrCat(preparing
-                                     ? "not ready to send or receive version "
-                                     : "no bytes came in of version ",
-                                 fetch->of.version, " of ", model->name,
-                                 ": node ", absl::StrJoin(late, ", ")));
+  const Fault fault(
+      StatusCode::kDeadlineExceeded,
+      preparing ? "PREPARE_TIMEOUT" : "PROGRESS_TIMEOUT",
+      absl::StrCat(preparing ? "not ready to send or receive version "
+                             : "no bytes came in of version ",
+                   fetch->of.version, " of ", model->name, ": node ",
+                   absl::StrJoin(late, ", ")));
   for (const std::string& node : late) FetchFailed(model, node, fault);
 }
 

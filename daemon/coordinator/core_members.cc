@@ -104,9 +104,8 @@ void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
   const v1::RegisterReplica& registration = joined.registration();
   bool is_new = false;
   Fault fault;
-  const ReplicaRun* known =
-      FindReplica(registration.model(), registration.replica(),
-                  registration.incarnation());
+  const ReplicaRun* known = FindReplica(
+      registration.model(), registration.replica(), registration.incarnation());
   if (node->draining && known == nullptr) {
     fault = NodeDraining(node->name, registration.replica());
   } else {
@@ -144,14 +143,13 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
   const v1::RegisterWorker& registration = joined.registration();
   bool is_new = false;
   Fault fault;
-  const ReplicaRun* known =
-      FindReplica(registration.model(), registration.replica(),
-                  registration.incarnation());
+  const ReplicaRun* known = FindReplica(
+      registration.model(), registration.replica(), registration.incarnation());
   if (node->draining && known == nullptr) {
     fault = NodeDraining(node->name, registration.replica());
   } else {
-    fault = registry_.JoinWorker(node->name, registration, joined.ready(),
-                                 &is_new);
+    fault =
+        registry_.JoinWorker(node->name, registration, joined.ready(), &is_new);
   }
   v1::Reply* reply = ReplyTo(node->stream, correlation, fault);
   if (!fault.ok()) return;

@@ -87,8 +87,9 @@ void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config) {
       options.commit_policy().has_rolling()
           ? options.commit_policy().rolling().max_unavailable()
           : 0;
-  config->evict_stragglers = options.commit_policy().lockstep().on_straggler() ==
-                             v1::LockstepPolicy::ON_STRAGGLER_EVICT;
+  config->evict_stragglers =
+      options.commit_policy().lockstep().on_straggler() ==
+      v1::LockstepPolicy::ON_STRAGGLER_EVICT;
 }
 
 void CoordinatorCore::PublishArrived(NodeRun* node, int64_t correlation,
@@ -323,8 +324,7 @@ Fault CoordinatorCore::CheckPossible(ModelRun* model,
         old != nullptr && Missing(model->replicas.at(name), *old, &missing);
     for (const auto& node : missing) {
       for (const uint32_t bucket : node.second) {
-        covered =
-            covered && HolderOf(*old, bucket, node.first) != nullptr;
+        covered = covered && HolderOf(*old, bucket, node.first) != nullptr;
       }
     }
     if (!covered) lacking = name;
@@ -364,8 +364,7 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     impossible = CheckPossible(model, options, replicas);
   }
   if (!impossible.ok()) {
-    absl::optional<Publish> failed =
-        model->book.Expire(now_, impossible, true);
+    absl::optional<Publish> failed = model->book.Expire(now_, impossible, true);
     FailPublish(*failed);
     return;
   }

@@ -94,15 +94,15 @@ void CoordinatorCore::Recover(const std::string& name,
     if (opened.update_id() == committed.update_id()) continue;
     std::string streamed;
     if (journal.stream_begun.update_id() == opened.update_id()) {
-      streamed = "; it was being written into live memory, and workers that "
-                 "hold a mix are mended from the update before it";
+      streamed =
+          "; it was being written into live memory, and workers that "
+          "hold a mix are mended from the update before it";
     }
-    const Fault fault(
-        StatusCode::kAborted, "COORDINATOR_RESTARTED",
-        absl::StrCat("version ", opened.version(), " of ", name,
-                     " was not committed when coordinator ",
-                     options_.coordinator_node, " ended; publish it again",
-                     streamed));
+    const Fault fault(StatusCode::kAborted, "COORDINATOR_RESTARTED",
+                      absl::StrCat("version ", opened.version(), " of ", name,
+                                   " was not committed when coordinator ",
+                                   options_.coordinator_node,
+                                   " ended; publish it again", streamed));
     auto* ended = Write()->mutable_update_ended();
     ended->set_model(name);
     ended->set_update_id(opened.update_id());

@@ -399,11 +399,10 @@ void CoordinatorCore::EnterPhase(UpdateRun* update, UpdatePhase phase) {
     case UpdatePhase::kActive:
     case UpdatePhase::kAborted:
       EndPhase(update, "");
-      record.set_state(
-          phase == UpdatePhase::kActive ? v1::Version::STATE_ACTIVE
-          : update->machine.fault.reason == kSuperseded
-              ? v1::Version::STATE_SUPERSEDED
-              : v1::Version::STATE_ABORTED);
+      record.set_state(phase == UpdatePhase::kActive ? v1::Version::STATE_ACTIVE
+                       : update->machine.fault.reason == kSuperseded
+                           ? v1::Version::STATE_SUPERSEDED
+                           : v1::Version::STATE_ABORTED);
       break;
   }
   if (phase < UpdatePhase::kActive) Changed(record);
@@ -546,11 +545,10 @@ void CoordinatorCore::Supersede(ModelRun* model, const UpdateRun& update) {
     if (older.get() == &update) return;
     UpdateEvent cancel;
     cancel.kind = UpdateEvent::kCancel;
-    cancel.fault =
-        Fault(StatusCode::kAborted, kSuperseded,
-              absl::StrCat("version ", update.record.version(), " of ",
-                           model->name,
-                           " was complete before this one was committed"));
+    cancel.fault = Fault(
+        StatusCode::kAborted, kSuperseded,
+        absl::StrCat("version ", update.record.version(), " of ", model->name,
+                     " was complete before this one was committed"));
     Post(*older, std::move(cancel));
   }
 }
@@ -605,8 +603,7 @@ void CoordinatorCore::Commit(ModelRun* model, UpdateRun* update) {
   model->commits.push_back(std::move(known));
   while (model->commits.size() > kOlderCommits + 1) {
     // What a rollback holds the model on is not forgotten.
-    const bool held =
-        model->commits.front().update_id == model->held_update_id;
+    const bool held = model->commits.front().update_id == model->held_update_id;
     model->commits.erase(model->commits.begin() + (held ? 1 : 0));
   }
   *run.record.mutable_commit_time() = ToProto(now_);
@@ -655,7 +652,8 @@ void CoordinatorCore::Finish(ModelRun* model, UpdateRun* update) {
   *ended->mutable_time() = ToProto(now_);
   if (!active) {
     LOG(WARNING) << record.name() << " (update " << run->update_id
-                 << (superseded ? ") superseded: " : ") aborted: ") << record.failure().reason() << ": "
+                 << (superseded ? ") superseded: " : ") aborted: ")
+                 << record.failure().reason() << ": "
                  << record.failure().message();
     for (auto& entry : journal_.requests) {
       if (entry.second.opened.update_id() == run->update_id) {

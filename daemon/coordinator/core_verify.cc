@@ -165,10 +165,10 @@ bool CoordinatorCore::FinishVerify(AdminWait* wait) {
   if (!missing.empty()) {
     if (now_ < wait->deadline) return false;
     Answer(*wait,
-           ErrorStatus(StatusCode::kDeadlineExceeded, "VERIFY_TIMEOUT",
-                       absl::StrCat("worker ", absl::StrJoin(missing, ", "),
-                                    " of ", name,
-                                    " did not digest its memory in time")));
+           ErrorStatus(
+               StatusCode::kDeadlineExceeded, "VERIFY_TIMEOUT",
+               absl::StrCat("worker ", absl::StrJoin(missing, ", "), " of ",
+                            name, " did not digest its memory in time")));
     return true;
   }
 
@@ -189,15 +189,14 @@ bool CoordinatorCore::FinishVerify(AdminWait* wait) {
     if (IsFailure(digests.failure())) {
       *result->mutable_failure() = digests.failure();
     } else if (digests.installed().update_id() != commit->update_id) {
-      *result->mutable_failure() = ToProto(
-          Fault(StatusCode::kAborted, "UPDATE_CHANGED",
-                "another update was installed meanwhile; ask again"));
+      *result->mutable_failure() =
+          ToProto(Fault(StatusCode::kAborted, "UPDATE_CHANGED",
+                        "another update was installed meanwhile; ask again"));
     } else if (digests.digests_size() != worker.registration.tensors_size()) {
-      *result->mutable_failure() = ToProto(
-          Fault(StatusCode::kInternal, "DIGESTS_INCOMPLETE",
-                absl::StrCat("it gave ", digests.digests_size(),
-                             " digests for ",
-                             worker.registration.tensors_size(), " tensors")));
+      *result->mutable_failure() = ToProto(Fault(
+          StatusCode::kInternal, "DIGESTS_INCOMPLETE",
+          absl::StrCat("it gave ", digests.digests_size(), " digests for ",
+                       worker.registration.tensors_size(), " tensors")));
     }
     if (IsFailure(result->failure())) {
       equal = false;

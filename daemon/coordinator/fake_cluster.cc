@@ -96,8 +96,7 @@ void FakeCluster::Hello(const std::string& name) {
 }
 
 void FakeCluster::AddRank(int rank, int world, const std::string& node) {
-  ranks_[rank] =
-      Rank{node, absl::StrCat("s", rank, "-", next_id_++), world, 0};
+  ranks_[rank] = Rank{node, absl::StrCat("s", rank, "-", next_id_++), world, 0};
   ClaimRank(rank);
 }
 
@@ -179,8 +178,8 @@ void FakeCluster::RegisterReplica(const std::string& name,
   r->set_replica(name);
   r->set_worker_count(static_cast<int>(engine.workers.size()));
   r->set_incarnation(engine.incarnation);
-  r->set_paused(engine.paused && engine.last_pause.pause().mode() !=
-                                     v1::PAUSE_MODE_NONE);
+  r->set_paused(engine.paused &&
+                engine.last_pause.pause().mode() != v1::PAUSE_MODE_NONE);
   r->set_atomic_swap(engine.atomic_swap);
   for (const std::string& command : engine.refused_command_ids) {
     report.mutable_replica_joined()->add_refused_command_ids(command);
@@ -374,7 +373,8 @@ void FakeCluster::Answer(const std::string& name,
         for (const v1::Flow& flow : prepare.flows()) {
           // Who sends must have it, and may not lose it meanwhile.
           if (flow.members(0).node() == name &&
-              (!update.whole || pinned.count({name, prepare.update_id()}) == 0)) {
+              (!update.whole ||
+               pinned.count({name, prepare.update_id()}) == 0)) {
             ++violations;
           }
         }
@@ -506,9 +506,9 @@ void FakeCluster::Answer(const std::string& name,
       applied->set_update_id(apply.update_id());
       applied->set_command_id(apply.command_id());
       const auto update = node.updates.find(apply.update_id());
-      const bool streamed =
-          update != node.updates.end() && update->second.stream &&
-          !update->second.stream_workers.empty();
+      const bool streamed = update != node.updates.end() &&
+                            update->second.stream &&
+                            !update->second.stream_workers.empty();
       if (streamed && installed.update_id() == apply.update_id()) {
         // All of it is there already.
         installed.set_state(v1::InstalledState::STATE_INSTALLED);

@@ -247,9 +247,9 @@ TEST(OperatorTest, AnOperatorsResumeDoesNotUndoAnUpdatesPause) {
   c.Run();
   ASSERT_NE(c.Answered(resume), nullptr);
   EXPECT_TRUE(c.engines["r1"].paused);
-  EXPECT_THAT(absl::get<v1::Replica>(c.Answered(resume)->response)
-                  .pause_holders(0),
-              HasSubstr("update/"));
+  EXPECT_THAT(
+      absl::get<v1::Replica>(c.Answered(resume)->response).pause_holders(0),
+      HasSubstr("update/"));
 }
 
 TEST(OperatorTest, AnEngineThatDoesNotPauseIsHeldAllTheSame) {
@@ -364,8 +364,7 @@ TEST(RollbackTest, IsRefusedByNameWhereItCannotBeDone) {
   for (const char* node : {"n0", "n1", "n2"}) {
     v1::NodeReport report;
     report.mutable_update_evicted()->set_model(kModel);
-    report.mutable_update_evicted()->set_update_id(
-        c.Version("1").update_id());
+    report.mutable_update_evicted()->set_update_id(c.Version("1").update_id());
     c.Report(node, report);
   }
   EXPECT_EQ(reason(1), "NO_HOLDER");
@@ -494,9 +493,8 @@ TEST(VerifyTest, ADamagedWorkerIsNamedWithItsTensor) {
   c.RestartCoordinator();
   verify = c.Ask(request);
   c.Run();
-  EXPECT_TRUE(
-      absl::get<v1::VerifyReplicaResponse>(c.Answered(verify)->response)
-          .equal());
+  EXPECT_TRUE(absl::get<v1::VerifyReplicaResponse>(c.Answered(verify)->response)
+                  .equal());
   c.intercept = [](const std::string&, const Command& command) {
     return command.has_digest_worker() &&
            command.digest_worker().worker_index() == 1;

@@ -68,11 +68,10 @@ absl::optional<std::vector<uint32_t>> NeededBuckets(
         pieces.begin(), pieces.end(), [&](const schedule::Piece& piece) {
           const auto& boxes = wanted[piece.ordinal];
           schedule::Box part;
-          return std::any_of(boxes.begin(), boxes.end(),
-                             [&](const schedule::Box& box) {
-                               return schedule::Intersect(piece.box, box,
-                                                          &part);
-                             });
+          return std::any_of(
+              boxes.begin(), boxes.end(), [&](const schedule::Box& box) {
+                return schedule::Intersect(piece.box, box, &part);
+              });
         });
     if (needed) buckets.push_back(b);
   }

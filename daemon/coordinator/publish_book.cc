@@ -118,9 +118,9 @@ PublishBook::Decision PublishBook::Enter(Publish* publish,
     publish->options = call.options;
   }
   if (call.step != publish->step) {
-    return Disagree(publish, call,
-                    absl::StrCat("step ", call.step, ", the others step ",
-                                 publish->step));
+    return Disagree(
+        publish, call,
+        absl::StrCat("step ", call.step, ", the others step ", publish->step));
   }
   if (call.options != publish->options) {
     return Disagree(publish, call,

@@ -339,9 +339,8 @@ Fault Registry::CheckReplica(const std::string& model,
                              const std::string& replica) const {
   const ModelEntry* entry = FindModel(model);
   const ReplicaEntry* found = FindReplica(model, replica);
-  if (found == nullptr || entry->catalog == nullptr ||
-      !entry->Publishable() || !found->Complete() ||
-      found->registration.partial()) {
+  if (found == nullptr || entry->catalog == nullptr || !entry->Publishable() ||
+      !found->Complete() || found->registration.partial()) {
     return Fault();
   }
   std::vector<const v1::RegisterWorker*> workers;

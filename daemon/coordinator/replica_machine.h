@@ -210,7 +210,8 @@ struct ReplicaAction {
     // Commands, with `command`.
     kSendPause,   // `update`: whose; `pause`
     kSendApply,   // `worker`, `update`
-    kSendResume,  // `update`: what is installed (0: its own), `weights_changed`,
+    kSendResume,  // `update`: what is installed (0: its own),
+                  // `weights_changed`,
                   // `pause`: how it was asked to pause
     // News.
     kComplete,   // everybody is there; nothing is sent before the next event

@@ -279,8 +279,7 @@ class Stepper {
       return GatherExpired();
     }
     if (now_ < s_.deadline) return;
-    if (s_.blocked &&
-        (s_.phase == UpdatePhase::kGathering || s_.at_barrier)) {
+    if (s_.blocked && (s_.phase == UpdatePhase::kGathering || s_.at_barrier)) {
       Abort(Fault(absl::StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
                   absl::StrCat("the update before it did not end within ",
                                absl::FormatDuration(config_.queue_timeout),
@@ -427,8 +426,9 @@ class Stepper {
           }
         }
         if (released) return true;
-        if (Any(UpdateReplica::kAwaited, rolling ? UpdateReplica::kReleased
-                                                 : UpdateReplica::kInstalling)) {
+        if (Any(UpdateReplica::kAwaited, rolling
+                                             ? UpdateReplica::kReleased
+                                             : UpdateReplica::kInstalling)) {
           return false;
         }
         Enter(UpdatePhase::kResuming);

@@ -225,8 +225,8 @@ struct UpdateAction {
     // STREAM: on the disk before the next action; the replicas that are paused
     // take part.
     kStreamBegin,
-    kAtBarrier,  // LATEST: complete, but for the older update
-    kCommit,     // on the disk before the next action
+    kAtBarrier,       // LATEST: complete, but for the older update
+    kCommit,          // on the disk before the next action
     kReleaseSources,  // `node`
     kInstall,         // `replica`
     kRelease,         // `replica`
