@@ -416,17 +416,14 @@ absl::Status CheckPublish(const v1::PublishVersionRequest& request) {
         absl::StrCat("update_mode ", v1::UpdateMode_Name(options.update_mode()),
                      " does not exist yet; use UPDATE_MODE_STAGE"));
   }
-  if (options.pause_mode() != v1::PAUSE_MODE_UNSPECIFIED &&
-      options.pause_mode() != v1::PAUSE_MODE_DRAIN) {
-    return Unimplemented(
-        "PAUSE_MODE_UNIMPLEMENTED",
-        absl::StrCat("pause_mode ", v1::PauseMode_Name(options.pause_mode()),
-                     " does not exist yet; use PAUSE_MODE_DRAIN"));
-  }
-  if (options.commit_policy().has_rolling()) {
-    return Unimplemented(
-        "COMMIT_POLICY_UNIMPLEMENTED",
-        "commit_policy rolling does not exist yet; use lockstep");
+  if (options.commit_policy().has_rolling() &&
+      options.commit_policy().rolling().max_unavailable() < 1) {
+    return Invalid("MAX_UNAVAILABLE_INVALID",
+                   absl::StrCat("max_unavailable is ",
+                                options.commit_policy()
+                                    .rolling()
+                                    .max_unavailable(),
+                                "; give at least 1"));
   }
   if (options.allow_no_recovery()) {
     return Unimplemented(
