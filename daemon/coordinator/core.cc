@@ -231,7 +231,6 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     }
     case v1::NodeReport::kWorkerDigests:
     case v1::NodeReport::kHello:
-    case v1::NodeReport::kWorkerDigests:
     case v1::NodeReport::REPORT_NOT_SET:
       // Of a later release.
       return;
