@@ -232,7 +232,15 @@ TEST_F(BadInputTest, APublishWithoutPatience) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   ASSERT_TRUE(trainers_[1]->Register(Shards(1)).ok());
   StartReplica("a", "r0");
-  UpdateWorks(1);
+  // As it was told: once more, with the same request_id.
+  trainers_[1]->Fill(1);
+  std::thread other([&] { EXPECT_TRUE(trainers_[1]->Publish().ok()); });
+  const auto again = trainers_[0]->Publish(request);
+  other.join();
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->version(), 1);
+  ASSERT_TRUE(trainers_[0]->Wait(again->version_name()).ok());
+  UpdateWorks(2);
 }
 
 TEST_F(BadInputTest, OffersThatNobodyTookEndWithTheirSession) {
