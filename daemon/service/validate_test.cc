@@ -157,9 +157,9 @@ TEST(ValidateTest, OptionsThatComeLaterAreUnimplementedByName) {
             "PUBLISH_MODE_UNIMPLEMENTED");
   EXPECT_EQ(reason("update_mode: UPDATE_MODE_STREAM"),
             "UPDATE_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason("pause_mode: PAUSE_MODE_NONE"), "PAUSE_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason("commit_policy { rolling { max_unavailable: 1 } }"),
-            "COMMIT_POLICY_UNIMPLEMENTED");
+  EXPECT_EQ(reason("pause_mode: PAUSE_MODE_KEEP"), "");
+  EXPECT_EQ(reason("commit_policy { rolling { max_unavailable: 1 } }"), "");
+  EXPECT_EQ(reason("commit_policy { rolling {} }"), "MAX_UNAVAILABLE_INVALID");
   EXPECT_EQ(reason("allow_no_recovery: true"), "OPTION_UNIMPLEMENTED");
   EXPECT_EQ(reason("verify_source: true"), "OPTION_UNIMPLEMENTED");
 }
