@@ -196,7 +196,10 @@ bool CoordinatorCore::AnswerRepeated(NodeRun* node, int64_t correlation,
     SendOpened(running, node->name, node->stream, correlation);
     return true;
   }
-  if (!request.copied) {
+  // A commit says that the rank may go on, also where it could not be told.
+  const bool committed =
+      Model(arrived.model())->FindCommit(request.opened.update_id()) != nullptr;
+  if (!request.copied && !committed) {
     Fault fault = FromProto(request.failure);
     if (fault.ok()) {
       fault.reason = "UPDATE_ABORTED";

@@ -313,9 +313,10 @@ void CoordinatorCore::Carry(ModelRun* model, UpdateRun* update,
         if (replica == nullptr) break;
         *Times(replica, run.key)->mutable_pause_request_time() = ToProto(now_);
         ShowTimes(replica);
-        DropInstall(replica);
         event.kind = ReplicaEvent::kHold;
         Step(replica, event);
+        // After the hold: it shall not run in between.
+        DropInstall(replica);
         break;
       }
       case UpdateAction::kCommit:

@@ -191,6 +191,37 @@ TEST_F(ReplicaMachineTest, AnEngineThatForgotItsResumeIsResumedAgain) {
   EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
 }
 
+TEST_F(ReplicaMachineTest, WhatWasInFlightWhenAnInstallWasGivenUpIsAMix) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  Step(Event(ReplicaEvent::kForget));
+  // Nobody has said what the two applies left behind: it is not resumed.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  EXPECT_THAT(Step(Applied(0, first)), IsEmpty());
+  EXPECT_THAT(Step(Applied(1, first + 1)), ElementsAre(R::kSendResume));
+  EXPECT_EQ(last_[0].update, 7);
+}
+
+TEST_F(ReplicaMachineTest, AFenceDoesNotForgetWhoMayStillBeWriting) {
+  timeouts_.apply_attempts = 1;
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  // Worker 0 could not begin, worker 1 has not answered.
+  ReplicaEvent untouched = Failed(Applied(0, first));
+  untouched.content = WorkerContent();
+  EXPECT_THAT(Step(untouched), ElementsAre(R::kFenced));
+  EXPECT_FALSE(state_.Servable());
+  Step(Event(ReplicaEvent::kForget));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  ReplicaEvent mixed = Failed(Applied(1, first + 1));
+  EXPECT_THAT(Step(mixed), IsEmpty());
+  EXPECT_FALSE(state_.Servable());
+}
+
 TEST_F(ReplicaMachineTest, APauseOfNoneStopsNobodyUntilSomebodyElseHolds) {
   ReplicaEvent hold = Event(ReplicaEvent::kHold);
   hold.holder.pause = PauseKind::kNone;

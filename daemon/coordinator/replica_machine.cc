@@ -166,6 +166,7 @@ class Stepper {
         return;
       case ReplicaEvent::kInstall:
         if (s_.target != event.update || s_.fenced) {
+          DoubtInFlight();
           s_.target = event.update;
           s_.fenced = false;
           for (ReplicaWorker& worker : s_.workers) {
@@ -177,9 +178,9 @@ class Stepper {
         CheckInstalled();
         return;
       case ReplicaEvent::kForget:
+        DoubtInFlight();
         s_.target = 0;
         s_.fenced = false;
-        for (ReplicaWorker& worker : s_.workers) worker.command = 0;
         return;
       case ReplicaEvent::kStreaming:
         for (ReplicaWorker& worker : s_.workers) {
@@ -207,7 +208,15 @@ class Stepper {
 
   void Applied(const ReplicaEvent& event) {
     ReplicaWorker& worker = s_.workers[event.worker];
-    if (!worker.present || s_.target == 0 || event.update != s_.target) return;
+    if (!worker.present) return;
+    if (s_.target == 0 || event.update != s_.target) {
+      // Of an install that was given up: what it left is the worker's word.
+      if (worker.command != 0 && event.command == worker.command) {
+        worker.content = event.content;
+        worker.command = 0;
+      }
+      return;
+    }
     const WorkerContent wanted{Content::kInstalled, s_.target};
     if (worker.content == wanted) return;  // said before
     const bool current =
@@ -240,6 +249,15 @@ class Stepper {
     s_.target = 0;
   }
 
+  // Who was told to install and has not answered may be writing: it counts as a
+  // mix until its word comes.
+  void DoubtInFlight() {
+    for (ReplicaWorker& worker : s_.workers) {
+      if (worker.command == 0) continue;
+      worker.content = WorkerContent{Content::kWriting, s_.target};
+    }
+  }
+
   void ApplyFailed(int index, const Fault& fault) {
     if (s_.workers[index].attempts >= timeouts_.apply_attempts) {
       Fence(fault);
@@ -253,7 +271,7 @@ class Stepper {
     if (s_.fenced) return;
     s_.fenced = true;
     s_.fault = fault;
-    for (ReplicaWorker& worker : s_.workers) worker.command = 0;
+    DoubtInFlight();
     ReplicaAction action;
     action.kind = ReplicaAction::kFenced;
     action.update = s_.target;
@@ -300,6 +318,7 @@ class Stepper {
       if (worker.command == 0 || now_ < worker.deadline) continue;
       worker.command = 0;
       // It may have begun to write since it last said what it holds.
+      if (s_.target == 0) continue;
       worker.content = WorkerContent{Content::kWriting, s_.target};
       ApplyFailed(static_cast<int>(i),
                   Fault(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
