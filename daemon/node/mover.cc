@@ -43,6 +43,11 @@ Mover::Mover(Options options, LayoutBook* layouts, Store* store,
 
 Mover::~Mover() { Shutdown(); }
 
+void Mover::SetSink(StreamSink* sink) {
+  absl::MutexLock lock(&mutex_);
+  sink_ = sink;
+}
+
 void Mover::SetClusterId(const std::string& cluster_id) {
   absl::MutexLock lock(&mutex_);
   cluster_id_ = cluster_id;
@@ -118,7 +123,7 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& key,
   context.store = store_;
   context.memory = memory_;
   context.groups = groups_;
-  context.sink = options_.sink;
+  context.sink = sink_;
   std::shared_ptr<NodeUpdate>& run = runs_[key];
   // A dry run or a fetch that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));

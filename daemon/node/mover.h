@@ -94,8 +94,6 @@ class Mover {
     // A peer of which nothing is heard for so long is lost.
     absl::Duration peer_deadline = absl::Seconds(10);
     absl::Duration report_interval = absl::Milliseconds(200);
-    // The workers of this node, for STREAM; outlives the mover. May be null.
-    StreamSink* sink = nullptr;
   };
 
   // All but `options` outlive the mover.
@@ -105,6 +103,10 @@ class Mover {
   ~Mover();
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
+
+  // The workers of this node, for STREAM; outlives the mover's last command.
+  // Before the first one.
+  void SetSink(StreamSink* sink);
 
   // Before the first PrepareUpdate: from Welcome.
   void SetClusterId(const std::string& cluster_id);
@@ -175,6 +177,7 @@ class Mover {
   absl::Mutex mutex_;
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
   std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
+  StreamSink* sink_ ABSL_GUARDED_BY(mutex_) = nullptr;
   absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
       ABSL_GUARDED_BY(mutex_);
   // Told to end, and not done yet.

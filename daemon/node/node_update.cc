@@ -398,18 +398,18 @@ void NodeUpdate::LookAtBytes() {
   if (round_->stream && !moving) return;
 
   std::map<int32_t, transport::Digest> here;
+  std::map<int32_t, transport::Digest> manifest;
+  std::vector<std::shared_ptr<Landing>> landings;
   {
     absl::MutexLock lock(&mutex_);
     here = source_digests_;
     here.insert(passed_.begin(), passed_.end());
-    for (const auto& landing : landings_) {
-      here[landing.first] = landing.second->bucket_digest();
-    }
-  }
-  std::map<int32_t, transport::Digest> manifest;
-  {
-    absl::MutexLock lock(&mutex_);
+    for (const auto& landing : landings_) landings.push_back(landing.second);
     manifest = manifest_;
+  }
+  for (const auto& landing : landings) {
+    here[static_cast<int32_t>(landing->bucket_id())] =
+        landing->bucket_digest();
   }
   absl::Status status;
   for (const auto& bucket : here) {
@@ -433,7 +433,7 @@ void NodeUpdate::LookAtBytes() {
   }
   absl::Status marked = context_.store->MarkWhole(update_id_, manifest);
   // A STREAM may have nothing in the store.
-  if (!marked.ok() && !(absl::IsNotFound(marked) && landings_empty())) {
+  if (!marked.ok() && !(absl::IsNotFound(marked) && landings.empty())) {
     ReportFailure(marked);
     return;
   }
@@ -449,11 +449,6 @@ void NodeUpdate::LookAtBytes() {
   verified->set_received_bytes(std::max(int64_t{0}, progress_sent_));
   verified->set_repaired_frames(RepairedFrames());
   context_.report(std::move(report));
-}
-
-bool NodeUpdate::landings_empty() const {
-  absl::MutexLock lock(&mutex_);
-  return landings_.empty();
 }
 
 void NodeUpdate::ReportProgress(bool last) {

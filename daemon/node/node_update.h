@@ -216,7 +216,6 @@ class NodeUpdate {
       const std::vector<int32_t>& buckets);
   absl::Status PinInStore();
   int64_t RepairedFrames() const;
-  bool landings_empty() const ABSL_LOCKS_EXCLUDED(mutex_);
   void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Constant after construction.

@@ -89,7 +89,11 @@ Agent::Agent(const Options& options, Parts parts)
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
-      last_check_(absl::Now()) {}
+      last_check_(absl::Now()) {
+  mover_.SetSink(replicas_.stream_sink());
+  trainers_.OnArenaGone(
+      [this](const std::string& arena_id) { replicas_.ArenaDropped(arena_id); });
+}
 
 Agent::~Agent() {
   Shutdown();
@@ -240,6 +244,24 @@ void Agent::OnCommand(v1::NodeCommand command) {
       data_.Post([this, command = std::move(command)] {
         mover_.EndUpdate(command.end_update());
       });
+      return;
+    case v1::NodeCommand::kPinUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.PinUpdate(command.pin_update());
+      });
+      return;
+    case v1::NodeCommand::kDropUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.DropUpdate(command.drop_update());
+      });
+      return;
+    case v1::NodeCommand::kReleaseSources:
+      data_.Post([this, command = std::move(command)] {
+        mover_.ReleaseSources(command.release_sources());
+      });
+      return;
+    case v1::NodeCommand::kDigestWorker:
+      replicas_.Digest(command.digest_worker());
       return;
     case v1::NodeCommand::kPauseReplica:
       replicas_.Pause(command.pause_replica());

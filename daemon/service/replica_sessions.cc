@@ -359,9 +359,18 @@ void ReplicaSessions::Heard(const WorkerStream* stream,
       installed->clear_version();
       if (worker->command.update_id() == report.writing().update_id()) {
         installed->set_version(worker->command.version());
+      } else {
+        installed->set_version(
+            streams_.VersionOf(id, report.writing().update_id()));
       }
       return;
     }
+    case v1::WorkerReport::kStreamBucketTaken:
+      streams_.Taken(id, report.stream_bucket_taken());
+      return;
+    case v1::WorkerReport::kTensorDigests:
+      Digested(worker, report.tensor_digests());
+      return;
     case v1::WorkerReport::kApplied:
       Applied(worker, report.applied());
       return;
@@ -436,6 +445,7 @@ void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
   workers_.erase(it);
   worker_streams_.erase(worker->stream.get());
   EndApply(worker.get());
+  streams_.Left(id);
   if (worker->named) {
     const v1::RegisterWorker& registration = worker->registration;
     const absl::Status left = LeftStatus(worker->Name(), why);
@@ -524,6 +534,33 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
     worker->early = std::make_unique<v1::ApplyWorker>(command);
     return;
   }
+  const absl::StatusOr<bool> streamed =
+      streams_.Complete(worker->id, command.update_id());
+  if (!streamed.ok()) {
+    ReportApplyFailure(command, streamed.status(),
+                       &worker->registration.installed());
+    return;
+  }
+  if (*streamed) {
+    // It has every byte already.
+    StartApply(worker, command);
+    v1::WorkerCommand end;
+    end.mutable_end_stream()->set_update_id(command.update_id());
+    end.mutable_end_stream()->set_command_id(command.command_id());
+    end.mutable_end_stream()->set_complete(true);
+    worker->stream->Write(std::move(end));
+    return;
+  }
+  const v1::InstalledState& installed = worker->registration.installed();
+  if (installed.state() == v1::InstalledState::STATE_INSTALLED &&
+      installed.update_id() == command.update_id()) {
+    // It writes nothing and says so, wherever the bytes are now.
+    StartApply(worker, command);
+    v1::WorkerCommand relayed;
+    *relayed.mutable_apply() = MakeApply(command);
+    worker->stream->Write(std::move(relayed));
+    return;
+  }
   // Plans take their time, and the layout may still be computed: both on the
   // data loop, behind the commands that came before.
   node_.data->Post([this, id = worker->id, command,
@@ -556,6 +593,8 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
   absl::Status status = located->status;
   for (const v1::BucketLocation& bucket : located->update.buckets) {
     if (!status.ok()) break;
+    // An empty bucket lies nowhere.
+    if (bucket.slot().arena_id().empty()) continue;
     status = Offer(worker, bucket.slot().arena_id());
   }
   if (!status.ok()) {
@@ -564,33 +603,40 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
     ReportApplyFailure(command, status, &worker->registration.installed());
     return;
   }
-  if (worker->layouts.insert(command.layout_id()).second) {
-    v1::WorkerCommand plan;
-    *plan.mutable_copy_plan() = *located->plan;
-    worker->stream->Write(std::move(plan));
+  SendPlan(id, *located->plan);
+  StartApply(worker, command);
+  worker->pin = std::move(located->update.pin);
+  v1::WorkerCommand relayed;
+  *relayed.mutable_apply() = MakeApply(command);
+  for (v1::BucketLocation& bucket : located->update.buckets) {
+    *relayed.mutable_apply()->add_buckets() = std::move(bucket);
   }
+  worker->stream->Write(std::move(relayed));
+}
+
+v1::ApplyUpdate ReplicaSessions::MakeApply(
+    const v1::ApplyWorker& command) const {
+  v1::ApplyUpdate apply;
+  apply.set_update_id(command.update_id());
+  apply.set_version(command.version());
+  apply.set_step(command.step());
+  apply.set_layout_id(command.layout_id());
+  apply.set_commit_term(command.commit_term());
+  apply.set_command_id(command.command_id());
+  *apply.mutable_timeout() = command.timeout();
+  return apply;
+}
+
+void ReplicaSessions::StartApply(Worker* worker,
+                                 const v1::ApplyWorker& command) {
   EndApply(worker);
   worker->command = command;
   worker->command_id = command.command_id();
-  worker->pin = std::move(located->update.pin);
-  v1::WorkerCommand relayed;
-  v1::ApplyUpdate* apply = relayed.mutable_apply();
-  apply->set_update_id(command.update_id());
-  apply->set_version(command.version());
-  apply->set_step(command.step());
-  apply->set_layout_id(command.layout_id());
-  apply->set_commit_term(command.commit_term());
-  apply->set_command_id(command.command_id());
-  *apply->mutable_timeout() = command.timeout();
-  for (v1::BucketLocation& bucket : located->update.buckets) {
-    *apply->add_buckets() = std::move(bucket);
-  }
-  worker->stream->Write(std::move(relayed));
-
   const absl::Duration timeout = command.has_timeout()
                                      ? DecodeDuration(command.timeout())
                                      : node_.options->deadlines.apply;
-  worker->timer = node_.loop->PostAfter(timeout, [this, id, command, timeout] {
+  worker->timer = node_.loop->PostAfter(timeout, [this, id = worker->id,
+                                                  command, timeout] {
     Worker* worker = FindWorker(id);
     if (worker == nullptr || worker->command_id != command.command_id()) return;
     const absl::Status late = ErrorStatus(
@@ -626,7 +672,10 @@ void ReplicaSessions::Applied(Worker* worker,
               applied.update_id() == worker->command.update_id()
           ? worker->command_id
           : applied.command_id();
-  up->set_command_id(command_id);
+  // A stream that was given up answers no ApplyWorker.
+  if (command_id != WorkerStreams::CommandOf(applied.update_id())) {
+    up->set_command_id(command_id);
+  }
   if (command_id == worker->command_id) EndApply(worker);
   node_.link->Report(std::move(report));
 }
@@ -652,6 +701,103 @@ void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command,
   *up->mutable_failure() = ToFailure(why);
   if (installed != nullptr) *up->mutable_installed() = *installed;
   node_.link->Report(std::move(report));
+}
+
+// ---- Verifying ----
+
+void ReplicaSessions::Digest(const v1::DigestWorker& command) {
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
+  if (worker == nullptr || !worker->accepted) {
+    v1::NodeReport report;
+    v1::WorkerDigests* up = report.mutable_worker_digests();
+    up->set_model(command.model());
+    up->set_replica(command.replica());
+    up->set_worker_index(command.worker_index());
+    up->set_incarnation(command.incarnation());
+    up->mutable_digests()->set_command_id(command.digest().command_id());
+    *up->mutable_digests()->mutable_failure() = ToFailure(NotHere(
+        "WORKER_LOST",
+        absl::StrCat("worker ", command.worker_index(), " of ",
+                     ReplicaName(command.model(), command.replica()))));
+    node_.link->Report(std::move(report));
+    return;
+  }
+  v1::WorkerCommand relayed;
+  *relayed.mutable_digest_tensors() = command.digest();
+  worker->stream->Write(std::move(relayed));
+}
+
+void ReplicaSessions::Digested(Worker* worker,
+                               const v1::TensorDigests& digests) {
+  v1::NodeReport report;
+  v1::WorkerDigests* up = report.mutable_worker_digests();
+  up->set_model(worker->registration.model());
+  up->set_replica(worker->registration.replica());
+  up->set_worker_index(worker->registration.worker_index());
+  up->set_incarnation(worker->registration.incarnation());
+  *up->mutable_digests() = digests;
+  node_.link->Report(std::move(report));
+}
+
+// ---- What streams need of a worker ----
+
+uint64_t ReplicaSessions::FindStreamWorker(const std::string& model,
+                                           const v1::StreamWorker& worker) {
+  const Worker* found = FindWorker(model, worker.replica(),
+                                   worker.worker_index(), worker.incarnation());
+  return found == nullptr || !found->accepted ? 0 : found->id;
+}
+
+const WantedTensors* ReplicaSessions::TensorsOf(uint64_t worker) {
+  return &FindWorker(worker)->registration.tensors();
+}
+
+std::string ReplicaSessions::NameOf(uint64_t worker) {
+  const Worker* found = FindWorker(worker);
+  return found == nullptr ? "a worker that has left" : found->Name();
+}
+
+void ReplicaSessions::Send(uint64_t worker, v1::WorkerCommand command) {
+  Worker* found = FindWorker(worker);
+  if (found != nullptr) found->stream->Write(std::move(command));
+}
+
+void ReplicaSessions::SendPlan(uint64_t worker, const v1::CopyPlan& plan) {
+  Worker* found = FindWorker(worker);
+  if (found == nullptr || !found->layouts.insert(plan.layout_id()).second) {
+    return;
+  }
+  v1::WorkerCommand command;
+  *command.mutable_copy_plan() = plan;
+  found->stream->Write(std::move(command));
+}
+
+absl::Status ReplicaSessions::OfferStore(uint64_t worker,
+                                         const std::string& arena_id) {
+  Worker* found = FindWorker(worker);
+  if (found == nullptr) return NotHere("WORKER_LOST", "the worker");
+  return Offer(found, arena_id);
+}
+
+absl::Status ReplicaSessions::OfferMemory(uint64_t worker,
+                                          const std::string& arena_id,
+                                          const transport::Segment& arena) {
+  Worker* found = FindWorker(worker);
+  if (found == nullptr) return NotHere("WORKER_LOST", "the worker");
+  if (found->arenas.count(arena_id) > 0) return absl::OkStatus();
+  absl::StatusOr<v1::ArenaOffer> offer = OfferArena(
+      node_.memory, arena_id, arena, found->process, /*read_only=*/true);
+  if (!offer.ok()) return offer.status();
+  found->arenas.insert(arena_id);
+  v1::WorkerCommand command;
+  *command.mutable_arena() = *std::move(offer);
+  found->stream->Write(std::move(command));
+  return absl::OkStatus();
+}
+
+void ReplicaSessions::GiveUp(uint64_t worker, const absl::Status& why) {
+  EndWorker(worker, why);
 }
 
 // ---- The coordinator, time, and the end ----

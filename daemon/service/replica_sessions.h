@@ -9,6 +9,8 @@
 //                    then the store's arenas
 //                    ApplyWorker -> (arenas, CopyPlan if new) ApplyUpdate ->
 //                    WorkerApplied
+//                    DigestWorker -> DigestTensors -> TensorDigests
+//                    STREAM: worker_streams.h
 //
 // What the coordinator says to one that is not here (any more) is answered with
 // a failure.
@@ -29,6 +31,7 @@
 #include "daemon/node/store.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "daemon/service/worker_streams.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/replica.pb.h"
 
@@ -36,13 +39,17 @@ namespace weightsync {
 namespace daemon {
 
 // All on the node's loop.
-class ReplicaSessions {
+class ReplicaSessions : private WorkerStreams::Host {
  public:
   using ControlStream = ServerStream<v1::ReplicaReport, v1::ReplicaCommand>;
   using WorkerStream = ServerStream<v1::WorkerReport, v1::WorkerCommand>;
 
   // `node` outlives the sessions.
-  explicit ReplicaSessions(const NodeContext* node) : node_(*node) {}
+  explicit ReplicaSessions(const NodeContext* node)
+      : node_(*node), streams_(node, &plans_, this) {}
+
+  // For the mover, on any thread.
+  StreamSink* stream_sink() { return &streams_; }
 
   // ---- Streams: what the service passes on ----
   void Open(std::shared_ptr<ControlStream> stream);
@@ -57,6 +64,7 @@ class ReplicaSessions {
   void Pause(const v1::PauseReplicaCommand& command);
   void Resume(const v1::ResumeReplicaCommand& command);
   void Apply(const v1::ApplyWorker& command);
+  void Digest(const v1::DigestWorker& command);
   void Refuse(const v1::RefuseReplica& command);
   void Refuse(const v1::RefuseWorker& command);
 
@@ -114,6 +122,23 @@ class ReplicaSessions {
   void Send(uint64_t id, const v1::ApplyWorker& command,
             const std::shared_ptr<Located>& located);
   void Applied(Worker* worker, const v1::WorkerApplied& applied);
+  void Digested(Worker* worker, const v1::TensorDigests& digests);
+  // Who the worker is at now, and until when.
+  void StartApply(Worker* worker, const v1::ApplyWorker& command);
+  v1::ApplyUpdate MakeApply(const v1::ApplyWorker& command) const;
+
+  // WorkerStreams::Host.
+  uint64_t FindStreamWorker(const std::string& model,
+                            const v1::StreamWorker& worker) override;
+  const WantedTensors* TensorsOf(uint64_t worker) override;
+  std::string NameOf(uint64_t worker) override;
+  void Send(uint64_t worker, v1::WorkerCommand command) override;
+  void SendPlan(uint64_t worker, const v1::CopyPlan& plan) override;
+  absl::Status OfferStore(uint64_t worker,
+                          const std::string& arena_id) override;
+  absl::Status OfferMemory(uint64_t worker, const std::string& arena_id,
+                           const transport::Segment& arena) override;
+  void GiveUp(uint64_t worker, const absl::Status& why) override;
   void EndApply(Worker* worker);
   void ReportApplyFailure(const v1::ApplyWorker& command,
                           const absl::Status& why,
@@ -123,6 +148,7 @@ class ReplicaSessions {
   // Not OK: nobody new is let in.
   absl::Status down_;
   CopyPlanCache plans_;
+  WorkerStreams streams_;
   uint64_t next_id_ = 1;
   std::map<uint64_t, std::unique_ptr<Control>> controls_;
   std::map<uint64_t, std::unique_ptr<Worker>> workers_;
