@@ -85,7 +85,8 @@ Agent::Agent(const Options& options, Parts parts)
       room_(&store_, &loop_, &reserving_, kStoreLinger),
       context_{&options_, &loop_,  &data_,        &reserving_,
                &copies_,  &link_,  &layouts_,     &store_,
-               &room_,    &mover_, parts_.memory, parts_.processes},
+               &room_,    &mover_, parts_.memory, parts_.processes,
+               parts_.journal,     &newest_term_},
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
@@ -205,6 +206,7 @@ void Agent::OnLost(const absl::Status& why) {
   // The coordinator waits for us as long; after that it has given up what we
   // were in.
   const uint64_t loss = ++losses_;
+  replicas_.CoordinatorLost(absl::Now());
   loop_.PostAfter(options_.deadlines.node_reconnect_grace, [this, loss, why] {
     if (loss != losses_) return;
     mover_.AbandonUpdates(ErrorStatus(

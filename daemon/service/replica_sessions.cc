@@ -40,6 +40,12 @@ absl::Status LeftStatus(const std::string& who, const absl::Status& why) {
                      absl::StrCat(who, " is lost: ", why.message()));
 }
 
+// The pause that it was asked for last is none: PAUSE_MODE_NONE.
+template <typename Control>
+bool IsNoPause(const Control& control) {
+  return control.offer.pause().mode() == v1::PAUSE_MODE_NONE;
+}
+
 bool IsUnreachable(const absl::Status& status) {
   return ErrorReason(status) == "COORDINATOR_UNREACHABLE";
 }
@@ -160,8 +166,12 @@ void ReplicaSessions::Heard(const ControlStream* stream,
       return;
     }
     case v1::ReplicaReport::kPaused: {
-      if (!report.paused().has_failure())
+      if (!report.paused().has_failure() && !IsNoPause(*control))
         control->registration.set_paused(true);
+      if (report.paused().command_id() == control->own_command_id) {
+        control->own_command_id.clear();
+        return;
+      }
       v1::ReplicaPausedReport* paused = up.mutable_replica_paused();
       paused->set_model(control->registration.model());
       paused->set_replica(control->registration.replica());
@@ -176,6 +186,10 @@ void ReplicaSessions::Heard(const ControlStream* stream,
     case v1::ReplicaReport::kResumed: {
       if (!report.resumed().has_failure())
         control->registration.set_paused(false);
+      if (report.resumed().command_id() == control->own_command_id) {
+        control->own_command_id.clear();
+        return;
+      }
       v1::ReplicaResumedReport* resumed = up.mutable_replica_resumed();
       resumed->set_model(control->registration.model());
       resumed->set_replica(control->registration.replica());
@@ -194,8 +208,14 @@ void ReplicaSessions::Heard(const ControlStream* stream,
 
 void ReplicaSessions::Join(Control* control) {
   v1::NodeReport report;
-  *report.mutable_replica_joined()->mutable_registration() =
-      control->registration;
+  v1::ReplicaJoined* joined = report.mutable_replica_joined();
+  *joined->mutable_registration() = control->registration;
+  for (std::string& command_id : node_.journal->RefusedBy(
+           control->registration.model(), control->registration.replica(),
+           control->registration.incarnation())) {
+    *joined->add_refused_command_ids() = std::move(command_id);
+  }
+  joined->set_isolation_hold(control->isolation_hold);
   node_.link->Ask(
       std::move(report),
       [this, id = control->id](const absl::Status& status, const v1::Reply&) {
@@ -259,6 +279,8 @@ void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
     node_.link->Report(std::move(report));
     return;
   }
+  control->offer = command;
+  control->commit.Clear();
   v1::ReplicaCommand relayed;
   *relayed.mutable_pause() = command.pause();
   control->stream->Write(std::move(relayed));
@@ -279,6 +301,9 @@ void ReplicaSessions::Resume(const v1::ResumeReplicaCommand& command) {
     node_.link->Report(std::move(report));
     return;
   }
+  control->offer.Clear();
+  control->commit.Clear();
+  control->isolation_hold = false;
   v1::ReplicaCommand relayed;
   *relayed.mutable_resume() = command.resume();
   control->stream->Write(std::move(relayed));
@@ -534,6 +559,12 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
     worker->early = std::make_unique<v1::ApplyWorker>(command);
     return;
   }
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control != nullptr &&
+      control->offer.pause().update_id() == command.update_id()) {
+    control->commit = command;
+  }
   const absl::StatusOr<bool> streamed =
       streams_.Complete(worker->id, command.update_id());
   if (!streamed.ok()) {
@@ -559,6 +590,19 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
     v1::WorkerCommand relayed;
     *relayed.mutable_apply() = MakeApply(command);
     worker->stream->Write(std::move(relayed));
+    return;
+  }
+  // Whatever it was told before, an engine that generates is not written to.
+  if (control != nullptr && !control->registration.paused() &&
+      !control->registration.atomic_swap()) {
+    ReportApplyFailure(
+        command,
+        ErrorStatus(absl::StatusCode::kFailedPrecondition, "REPLICA_RUNNING",
+                    absl::StrCat(ReplicaName(command.model(),
+                                             command.replica()),
+                                 " is not paused: it has resumed by itself, or "
+                                 "was never asked; pause it first")),
+        &installed);
     return;
   }
   // Plans take their time, and the layout may still be computed: both on the
@@ -803,6 +847,7 @@ void ReplicaSessions::GiveUp(uint64_t worker, const absl::Status& why) {
 // ---- The coordinator, time, and the end ----
 
 void ReplicaSessions::Announce() {
+  away_since_ = absl::InfiniteFuture();
   for (const auto& entry : controls_) {
     if (entry.second->named) Join(entry.second.get());
   }
@@ -811,7 +856,166 @@ void ReplicaSessions::Announce() {
   }
 }
 
+void ReplicaSessions::CoordinatorLost(absl::Time now) {
+  if (now < away_since_) away_since_ = now;
+  for (const auto& control : controls_) control.second->alarmed = false;
+}
+
+std::vector<ReplicaSessions::Worker*> ReplicaSessions::WorkersOf(
+    const Control& control) const {
+  std::vector<Worker*> workers;
+  for (const auto& entry : workers_) {
+    const v1::RegisterWorker& registration = entry.second->registration;
+    if (entry.second->named && entry.second->accepted &&
+        registration.model() == control.registration.model() &&
+        registration.replica() == control.registration.replica() &&
+        registration.incarnation() == control.registration.incarnation()) {
+      workers.push_back(entry.second.get());
+    }
+  }
+  return workers;
+}
+
+AwayReplica ReplicaSessions::LookAt(const Control& control,
+                                    absl::Time now) const {
+  AwayReplica replica;
+  replica.away = now - away_since_;
+  replica.paused = control.registration.paused();
+  replica.busy = !control.own_command_id.empty();
+  replica.worker_count = control.registration.worker_count();
+  for (const Worker* worker : WorkersOf(control)) {
+    AwayWorker w;
+    const v1::InstalledState& installed = worker->registration.installed();
+    w.update_id = installed.update_id();
+    w.busy = !worker->command_id.empty();
+    if (installed.state() == v1::InstalledState::STATE_INSTALLED) {
+      w.state = AwayWorker::State::kInstalled;
+    } else if (installed.state() == v1::InstalledState::STATE_WRITING) {
+      w.state = AwayWorker::State::kWriting;
+    }
+    replica.workers.push_back(std::move(w));
+  }
+  replica.offered = control.offer.pause().update_id();
+  replica.committed = !control.commit.update_id().empty();
+  replica.may_refuse = control.offer.may_refuse();
+  replica.barrier_timeout =
+      control.offer.has_barrier_timeout()
+          ? DecodeDuration(control.offer.barrier_timeout())
+          : absl::InfiniteDuration();
+  replica.grace = node_.options->deadlines.node_reconnect_grace;
+  replica.pause_on_isolation = node_.options->pause_on_isolation;
+  replica.max_staleness = node_.options->deadlines.max_staleness;
+  return replica;
+}
+
+void ReplicaSessions::CheckAway(absl::Time now) {
+  if (now < away_since_) return;
+  for (const auto& entry : controls_) {
+    Control* control = entry.second.get();
+    if (control->accepted) Act(control, DecideAway(LookAt(*control, now)));
+  }
+}
+
+void ReplicaSessions::Act(Control* control, AwayAction action) {
+  const std::string name = ReplicaName(control->registration.model(),
+                                       control->registration.replica());
+  const std::string& update_id = control->offer.pause().update_id();
+  switch (action) {
+    case AwayAction::kNothing:
+      return;
+    case AwayAction::kAlarm:
+      if (!control->alarmed) {
+        LOG(ERROR) << name << " stays paused for update " << update_id
+                   << ": the coordinator does not come back, and this node "
+                      "cannot know what became of the update elsewhere. "
+                      "Start the coordinator again";
+      }
+      control->alarmed = true;
+      return;
+    case AwayAction::kRefuse: {
+      RefusedOffer offer;
+      offer.model = control->registration.model();
+      offer.replica = control->registration.replica();
+      offer.incarnation = control->registration.incarnation();
+      offer.command_id = control->offer.pause().command_id();
+      offer.update_id = update_id;
+      offer.term = *node_.term;
+      const absl::Status status = node_.journal->Refuse(offer);
+      // Whether it is on the disk is not known: nobody may act on it.
+      LOG_IF(FATAL, !status.ok()) << "the node's journal: " << status;
+      LOG(WARNING) << name << " refuses update " << update_id
+                   << ", whose coordinator is away, and resumes what it has";
+      v1::InstalledState old;
+      const std::vector<Worker*> workers = WorkersOf(*control);
+      if (!workers.empty()) old = workers[0]->registration.installed();
+      ResumeOwn(control, absl::StrCat("refused/", offer.command_id), old,
+                /*weights_changed=*/false);
+      return;
+    }
+    case AwayAction::kResume: {
+      LOG(WARNING) << name << " has update " << update_id
+                   << " whole and resumes on it while the coordinator is away";
+      v1::InstalledState now;
+      now.set_state(v1::InstalledState::STATE_INSTALLED);
+      now.set_update_id(update_id);
+      now.set_version(control->commit.version());
+      ResumeOwn(control, absl::StrCat("finished/", update_id), now,
+                /*weights_changed=*/true);
+      return;
+    }
+    case AwayAction::kApply:
+      for (Worker* worker : WorkersOf(*control)) {
+        const v1::InstalledState& installed = worker->registration.installed();
+        if (installed.state() == v1::InstalledState::STATE_INSTALLED &&
+            installed.update_id() == update_id) {
+          continue;
+        }
+        v1::ApplyWorker command = control->commit;
+        command.set_worker_index(worker->registration.worker_index());
+        command.set_command_id(
+            absl::StrCat("finish/", update_id, "/",
+                         worker->registration.worker_index()));
+        Apply(command);
+      }
+      return;
+    case AwayAction::kHold: {
+      LOG(ERROR) << name << " is paused: the coordinator has been away for "
+                 << "longer than --max_staleness";
+      control->isolation_hold = true;
+      control->own_command_id = absl::StrCat("isolation/", RandomId());
+      v1::ReplicaCommand command;
+      v1::PauseReplica* pause = command.mutable_pause();
+      pause->set_command_id(control->own_command_id);
+      pause->set_mode(v1::PAUSE_MODE_DRAIN);
+      *pause->mutable_timeout() =
+          EncodeDuration(node_.options->deadlines.pause);
+      control->stream->Write(std::move(command));
+      return;
+    }
+  }
+}
+
+void ReplicaSessions::ResumeOwn(Control* control, const std::string& command_id,
+                                const v1::InstalledState& installed,
+                                bool weights_changed) {
+  v1::ReplicaCommand command;
+  v1::ResumeReplica* resume = command.mutable_resume();
+  resume->set_command_id(command_id);
+  if (installed.state() == v1::InstalledState::STATE_INSTALLED) {
+    resume->set_update_id(installed.update_id());
+    resume->set_version(installed.version());
+  }
+  resume->set_step(weights_changed ? control->commit.step() : 0);
+  resume->set_mode(control->offer.pause().mode());
+  resume->set_weights_changed(weights_changed);
+  control->own_command_id = command_id;
+  control->offer.Clear();
+  control->commit.Clear();
+  control->stream->Write(std::move(command));
+}
+
 void ReplicaSessions::CheckLeases(absl::Time now) {
+  CheckAway(now);
   std::vector<std::pair<uint64_t, absl::Status>> controls, workers;
   for (const auto& entry : controls_) {
     absl::Status status = entry.second->CheckTime(now, node_);

@@ -23,10 +23,12 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "daemon/node/away.h"
 #include "daemon/node/copy_plan.h"
 #include "daemon/node/store.h"
 #include "daemon/service/lease.h"
@@ -72,6 +74,9 @@ class ReplicaSessions : private WorkerStreams::Host {
   void ArenaAdded(const std::string& arena_id);
   void ArenaDropped(const std::string& arena_id);
 
+  // ---- While the coordinator is away: daemon/node/away.h ----
+  void CoordinatorLost(absl::Time now);
+
   // ---- Time, and the end ----
   void CheckLeases(absl::Time now);
   void ForgiveSilence(absl::Time now);
@@ -82,6 +87,17 @@ class ReplicaSessions : private WorkerStreams::Host {
   struct Control : Lease<v1::ReplicaReport, v1::ReplicaCommand> {
     // `paused` is kept as it is now.
     v1::RegisterReplica registration;
+    // The update that it was asked to pause for last, until it is resumed.
+    v1::PauseReplicaCommand offer;
+    // Of the first ApplyWorker for that update.
+    v1::ApplyWorker commit;
+    // What the node itself has asked the engine for; empty: nothing, or it has
+    // been answered.
+    std::string own_command_id;
+    // Paused by the node itself.
+    bool isolation_hold = false;
+    // Said that it has to stay paused.
+    bool alarmed = false;
   };
 
   struct Worker : Lease<v1::WorkerReport, v1::WorkerCommand> {
@@ -100,6 +116,13 @@ class ReplicaSessions : private WorkerStreams::Host {
 
     std::string Name() const;
   };
+
+  void CheckAway(absl::Time now);
+  AwayReplica LookAt(const Control& control, absl::Time now) const;
+  void Act(Control* control, AwayAction action);
+  void ResumeOwn(Control* control, const std::string& command_id,
+                 const v1::InstalledState& installed, bool weights_changed);
+  std::vector<Worker*> WorkersOf(const Control& control) const;
 
   Control* FindControl(uint64_t id);
   Worker* FindWorker(uint64_t id);
@@ -147,6 +170,8 @@ class ReplicaSessions : private WorkerStreams::Host {
   const NodeContext& node_;
   // Not OK: nobody new is let in.
   absl::Status down_;
+  // Since when the coordinator is away; InfiniteFuture: it is there.
+  absl::Time away_since_ = absl::InfiniteFuture();
   CopyPlanCache plans_;
   WorkerStreams streams_;
   uint64_t next_id_ = 1;
