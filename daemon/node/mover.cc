@@ -346,6 +346,11 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
     for (const v1::BucketDigest& bucket : result->buckets) {
       *snapshotted->add_buckets() = bucket;
     }
+    for (const auto& tensor : result->tensors) {
+      v1::TensorDigest* digest = snapshotted->add_tensors();
+      digest->set_ordinal(static_cast<int32_t>(tensor.first));
+      ToProto(tensor.second, digest->mutable_digest());
+    }
     snapshotted->set_copied_bytes(result->copied_bytes);
     const int64_t nanos = absl::ToInt64Nanoseconds(result->copy_duration);
     snapshotted->mutable_copy_duration()->set_seconds(nanos / 1000000000);

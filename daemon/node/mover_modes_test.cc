@@ -1,13 +1,16 @@
 // Fetching from a holder, IN_PLACE, STREAM, and equal buckets: real bytes over
 // loopback between nodes of one process.
 
+#include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "daemon/node/convert.h"
 #include "daemon/node/mover.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
@@ -109,9 +112,31 @@ class InPlaceRanks {
       for (const auto& bucket : report.rank_snapshotted().buckets()) {
         *update->manifest().add_buckets() = bucket;
       }
+      for (const auto& tensor : report.rank_snapshotted().tensors()) {
+        tensors[tensor.ordinal()] += FromProto(tensor.digest());
+      }
     }
   }
 
+  // What all ranks say of each parameter is its digest.
+  void ExpectTensors(const v1::DefineLayout& define, const ModelBytes& model) {
+    ASSERT_EQ(static_cast<int>(tensors.size()), define.catalog_size());
+    for (const auto& tensor : tensors) {
+      const std::string& bytes = model.tensor(tensor.first);
+      transport::DigestRun run;
+      run.ordinal = static_cast<uint32_t>(tensor.first);
+      run.element_bytes = static_cast<int32_t>(
+          schedule::DTypeSize(FromProto(define.catalog(tensor.first).dtype())));
+      run.element_count =
+          static_cast<int64_t>(bytes.size()) / run.element_bytes;
+      transport::Digest expected;
+      transport::DigestAccumulate(bytes.data(), run, &expected);
+      EXPECT_TRUE(expected == tensor.second)
+          << define.catalog(tensor.first).name();
+    }
+  }
+
+  std::map<int, transport::Digest> tensors;
   std::vector<RankMemory> memory;
   std::vector<absl::Status> results;
   std::vector<std::atomic<bool>> returned;
@@ -300,6 +325,7 @@ TEST(InPlace, NothingIsCopiedAtTheSourceAndTheRanksWaitForTheirRelease) {
   EXPECT_LE(UsedBytes(a), 2 * (64 << 10) + 4096);
   update.Move();
   ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
+  ranks.ExpectTensors(define, model);
   update.Manifest();
   for (TestNode* node : {&a, &b, &c}) {
     EXPECT_EQ(node->WaitVerified().failure().reason(), "");
@@ -455,6 +481,7 @@ TEST(Stream, OnOneNodeWorkersReadTheTrainersMemory) {
   ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
   update.Manifest();
   EXPECT_EQ(a.WaitVerified().failure().reason(), "");
+  ranks.ExpectTensors(define, model);
   EXPECT_EQ(sink.direct_reads(),
             static_cast<int>(AllBuckets(a, define).size()));
   ExpectBytes(define, model, 0, sink.live(0));

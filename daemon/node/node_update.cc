@@ -148,8 +148,9 @@ absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
     Result taken = TakeSnapshot(*layout_, rank, shards, *landings,
                                 context_.memory, {cancel, &cancel_});
     for (size_t i = 0; taken.ok() && verify_source && i < buckets.size(); ++i) {
+      TensorDigests unused;
       auto again = DigestSourceBucket(*layout_, rank, shards, buckets[i],
-                                      context_.memory);
+                                      context_.memory, &unused);
       if (!again.ok()) return Result(again.status());
       const transport::Digest before = (*landings)[i]->bucket_digest();
       if (*again == before) continue;

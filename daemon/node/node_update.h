@@ -189,7 +189,9 @@ class NodeUpdate {
                               absl::Duration patience);
   // What was read of a rank's memory: the first word counts, another one is
   // SOURCE_CHANGED.
-  absl::Status NoteSource(int32_t bucket, const transport::Digest& digest);
+  // `tensors`: the same by parameter; null where only the sum is known.
+  absl::Status NoteSource(int32_t bucket, const transport::Digest& digest,
+                          const TensorDigests* tensors);
   // Tells the workers, once the memory that they may read directly is known.
   // `alone`: buckets that only workers of this node get.
   absl::Status BeginStream(Round* round, const std::vector<int32_t>& alone,
@@ -252,6 +254,7 @@ class NodeUpdate {
   std::map<int32_t, std::shared_ptr<const InPlaceSource>> sources_
       ABSL_GUARDED_BY(mutex_);
   std::map<int32_t, transport::Digest> source_digests_ ABSL_GUARDED_BY(mutex_);
+  std::map<int32_t, TensorDigests> source_tensors_ ABSL_GUARDED_BY(mutex_);
   bool released_ ABSL_GUARDED_BY(mutex_) = false;
   // Buckets that a lane of the newest epoch reads from ranks of this node.
   bool knows_lanes_ ABSL_GUARDED_BY(mutex_) = false;

@@ -439,8 +439,19 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
 // ---- The memory of this node's ranks ----
 
 absl::Status NodeUpdate::NoteSource(int32_t bucket,
-                                    const transport::Digest& digest) {
+                                    const transport::Digest& digest,
+                                    const TensorDigests* tensors) {
   absl::MutexLock lock(&mutex_);
+  if (tensors != nullptr) {
+    source_tensors_.emplace(bucket, *tensors);
+  } else {
+    const auto pieces = layout_->plan.pieces(static_cast<uint32_t>(bucket));
+    bool one = !pieces.empty();
+    for (const schedule::Piece& piece : pieces) {
+      one = one && piece.ordinal == pieces[0].ordinal;
+    }
+    if (one) source_tensors_[bucket] = {{pieces[0].ordinal, digest}};
+  }
   auto known = source_digests_.emplace(bucket, digest);
   woken_ = true;
   if (known.second || known.first->second == digest) return absl::OkStatus();
@@ -476,7 +487,9 @@ absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
                                  context_.memory);
   if (!digest.ok()) return digest.status();
   if (source->cancel->cancelled()) return source->cancel->status();
-  return NoteSource(bucket, *digest);
+  TensorDigests tensors;
+  AddTensorDigests(*layout_, *landing, &tensors);
+  return NoteSource(bucket, *digest, &tensors);
 }
 
 absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
@@ -496,6 +509,13 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
     auto stopped = [&]() -> absl::Status {
       if (source->cancel->cancelled()) return source->cancel->status();
       return cancel_.cancelled() ? cancel_.status() : absl::OkStatus();
+    };
+    auto read_again = [&](int32_t bucket) {
+      TensorDigests tensors;
+      auto digest = DigestSourceBucket(*layout_, rank, source->shards, bucket,
+                                       context_.memory, &tensors);
+      return digest.ok() ? NoteSource(bucket, *digest, &tensors)
+                         : digest.status();
     };
     // The round says which of them pass through lanes.
     std::set<int32_t> lanes;
@@ -525,7 +545,11 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
       auto digest = PackSourceBucket(*layout_, rank, source->shards,
                                      (*landing)[0].get(), context_.memory);
       absl::Status status = digest.status();
-      if (digest.ok()) status = NoteSource(bucket, *digest);
+      if (digest.ok()) {
+        TensorDigests tensors;
+        AddTensorDigests(*layout_, *(*landing)[0], &tensors);
+        status = NoteSource(bucket, *digest, &tensors);
+      }
       if (!status.ok()) {
         (*landing)[0]->Fail(status);
         return Result(status);
@@ -557,20 +581,19 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
           continue;
         }
       }
-      auto digest = DigestSourceBucket(*layout_, rank, source->shards, unread,
-                                       context_.memory);
-      absl::Status status = digest.status();
-      if (digest.ok()) status = NoteSource(unread, *digest);
+      absl::Status status = read_again(unread);
       if (!status.ok()) return Result(status);
     }
     for (int32_t bucket : buckets) {
       absl::Status stop = stopped();
       if (!stop.ok()) return Result(stop);
-      if (!verify_source) break;
-      auto digest = DigestSourceBucket(*layout_, rank, source->shards, bucket,
-                                       context_.memory);
-      absl::Status status = digest.status();
-      if (digest.ok()) status = NoteSource(bucket, *digest);
+      bool known = false;
+      {
+        absl::MutexLock lock(&mutex_);
+        known = source_tensors_.count(bucket) > 0;
+      }
+      if (known && !verify_source) continue;
+      absl::Status status = read_again(bucket);
       if (!status.ok()) return Result(status);
     }
     SnapshotResult read;
@@ -580,6 +603,9 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
       digest.set_bucket(bucket);
       ToProto(source_digests_.at(bucket), digest.mutable_digest());
       read.buckets.push_back(std::move(digest));
+      for (const auto& tensor : source_tensors_.at(bucket)) {
+        read.tensors[tensor.first] += tensor.second;
+      }
     }
     read.copy_duration = absl::Now() - begin;
     return Result(std::move(read));
@@ -729,7 +755,8 @@ absl::Status NodeUpdate::TakeDirectReads(
       done = state->direct_done;
     }
     for (const auto& read : fresh) {
-      absl::Status status = NoteSource(read.first, read.second);
+      absl::Status status =
+          NoteSource(read.first, read.second, /*tensors=*/nullptr);
       if (!status.ok()) return status;
       absl::MutexLock lock(&mutex_);
       taken_.insert(read.first);

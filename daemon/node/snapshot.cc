@@ -266,22 +266,27 @@ absl::StatusOr<transport::Digest> PackSourceBucket(
 absl::StatusOr<transport::Digest> DigestSourceBucket(
     const NodeLayout& layout, int32_t rank,
     const std::vector<SourceShard>& shards, int32_t bucket,
-    transport::Memory* memory) {
+    transport::Memory* memory, TensorDigests* tensors) {
   const ShardsOf shards_of = ByOrdinal(shards);
-  std::vector<transport::CopyTask> tasks;
-  bool guard = false;
-  for (const schedule::Piece& piece :
-       layout.plan.pieces(static_cast<uint32_t>(bucket))) {
-    absl::Status status = ComposePiece(layout, rank, shards_of, piece,
-                                       /*bucket=*/nullptr, &tasks, &guard);
-    if (!status.ok()) return status;
-  }
   transport::CopyOptions options;
-  options.guard_source = guard;
-  transport::Digest digest;
-  absl::Status status = memory->Copy(tasks, options, &digest);
-  if (!status.ok()) return status;
-  return digest;
+  transport::Digest sum;
+  const auto pieces = layout.plan.pieces(static_cast<uint32_t>(bucket));
+  for (size_t i = 0; i < pieces.size();) {
+    const uint32_t ordinal = pieces[i].ordinal;
+    std::vector<transport::CopyTask> tasks;
+    for (; i < pieces.size() && pieces[i].ordinal == ordinal; ++i) {
+      absl::Status status =
+          ComposePiece(layout, rank, shards_of, pieces[i],
+                       /*bucket=*/nullptr, &tasks, &options.guard_source);
+      if (!status.ok()) return status;
+    }
+    transport::Digest digest;
+    absl::Status status = memory->Copy(tasks, options, &digest);
+    if (!status.ok()) return status;
+    (*tensors)[ordinal] += digest;
+    sum += digest;
+  }
+  return sum;
 }
 
 absl::Status SourceChanged(const NodeLayout& layout, int32_t rank,
@@ -335,6 +340,7 @@ absl::StatusOr<SnapshotResult> TakeSnapshot(
     digest.set_bucket(bucket);
     ToProto(landing->bucket_digest(), digest.mutable_digest());
     result.buckets.push_back(std::move(digest));
+    AddTensorDigests(layout, *landing, &result.tensors);
     for (const schedule::Piece& piece :
          layout.plan.pieces(static_cast<uint32_t>(bucket))) {
       result.copied_bytes +=

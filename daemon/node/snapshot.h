@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "daemon/node/bucket_digest.h"
 #include "daemon/node/layouts.h"
 #include "schedule/box.h"
 #include "transport/landing.h"
@@ -84,6 +85,8 @@ class CancelFlag {
 struct SnapshotResult {
   // One for each bucket of the rank, ascending.
   std::vector<v1::BucketDigest> buckets;
+  // Of what the rank sends, by parameter.
+  TensorDigests tensors;
   // Bytes of elements, without padding.
   int64_t copied_bytes = 0;
   absl::Duration copy_duration;
@@ -96,11 +99,12 @@ absl::StatusOr<transport::Digest> PackSourceBucket(
     transport::Memory* memory);
 
 // The digest of what a bucket of `rank` would hold if it were packed now: reads
-// the rank's memory and writes nothing. Errors of TakeSnapshot.
+// the rank's memory and writes nothing. Adds its parts to *tensors. Errors of
+// TakeSnapshot.
 absl::StatusOr<transport::Digest> DigestSourceBucket(
     const NodeLayout& layout, int32_t rank,
     const std::vector<SourceShard>& shards, int32_t bucket,
-    transport::Memory* memory);
+    transport::Memory* memory, TensorDigests* tensors);
 
 // ABORTED (SOURCE_CHANGED): the bucket was read twice, and not the same bytes.
 absl::Status SourceChanged(const NodeLayout& layout, int32_t rank,

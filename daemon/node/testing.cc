@@ -470,9 +470,10 @@ void TestSink::Begin(
                      static_cast<size_t>(copy.run_bytes()));
             }
           }
+          TensorDigests tensors;
           auto digest = DigestSourceBucket(*start.layout, source->rank,
                                            source->shards, bucket,
-                                           &node_->memory());
+                                           &node_->memory(), &tensors);
           EXPECT_TRUE(digest.ok()) << digest.status();
           reads.emplace_back(bucket, *digest);
           ++direct_reads_;
