@@ -528,51 +528,45 @@ class Worker::Impl {
       LOG(ERROR) << Name() << " cannot take part in " << apply.update_id()
                  << ": " << status;
     }
-    // Copies of one bucket follow one another.
-    for (int i = 0; i < apply.direct_size();) {
-      int end = i + 1;
-      while (end < apply.direct_size() &&
-             apply.direct(end).bucket() == apply.direct(i).bucket()) {
-        ++end;
-      }
-      ReadDirectly(apply, i, end, stream);
-      i = end;
+    for (int i = 0; i < apply.direct_size(); ++i) {
+      const bool last = i + 1 == apply.direct_size() ||
+                        apply.direct(i + 1).bucket() != apply.direct(i).bucket();
+      ReadDirectly(apply, apply.direct(i), last, stream);
     }
   }
 
-  void ReadDirectly(const v1::ApplyUpdate& apply, int begin, int end,
+  // A part of a bucket, each answered with its digest.
+  void ReadDirectly(const v1::ApplyUpdate& apply,
+                    const v1::DirectCopies& copies, bool last,
                     WorkerLease::StreamNumber stream) {
     v1::WorkerReport report;
     v1::StreamBucketTaken* taken = report.mutable_stream_bucket_taken();
     taken->set_update_id(apply.update_id());
     taken->set_command_id(apply.command_id());
-    taken->set_bucket(apply.direct(begin).bucket());
+    taken->set_bucket(copies.bucket());
     const absl::Status status = WriteStreamed(apply.update_id(), [&] {
-      transport::Digest digest;
-      for (int i = begin; i < end; ++i) {
-        const v1::DirectCopies& copies = apply.direct(i);
-        const std::string& arena_id = copies.memory().arena().arena_id();
-        const auto memory = store_.Find(arena_id);
-        if (memory == nullptr || copies.size_bytes() > memory->bytes()) {
-          return ErrorStatus(
-              absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
-              absl::StrCat("The trainer's memory ", arena_id,
-                           " could not be mapped or was never offered."));
-        }
-        const auto tasks =
-            DirectTasks(copies, sets_[WriteSet()], apply.ordinals(),
-                        memory->data(), copies.size_bytes());
-        if (!tasks.ok()) return tasks.status();
-        const absl::Status copied =
-            memory_.get()->Copy(*tasks, transport::CopyOptions(), &digest);
-        if (!copied.ok()) return copied;
-        for (const auto& task : *tasks) streaming_->bytes += task.bytes();
+      const std::string& arena_id = copies.memory().arena().arena_id();
+      const auto memory = store_.Find(arena_id);
+      if (memory == nullptr || copies.size_bytes() > memory->bytes()) {
+        return ErrorStatus(
+            absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
+            absl::StrCat("The trainer's memory ", arena_id,
+                         " could not be mapped or was never offered."));
       }
+      const auto tasks =
+          DirectTasks(copies, sets_[WriteSet()], apply.ordinals(),
+                      memory->data(), copies.size_bytes());
+      if (!tasks.ok()) return tasks.status();
+      transport::Digest digest;
+      const absl::Status copied =
+          memory_.get()->Copy(*tasks, transport::CopyOptions(), &digest);
+      if (!copied.ok()) return copied;
+      for (const auto& task : *tasks) streaming_->bytes += task.bytes();
       taken->mutable_digest()->set_lane0(digest.lanes[0]);
       taken->mutable_digest()->set_lane1(digest.lanes[1]);
       return absl::OkStatus();
     });
-    if (status.ok()) streaming_->taken.insert(taken->bucket());
+    if (status.ok() && last) streaming_->taken.insert(taken->bucket());
     if (!status.ok()) *taken->mutable_failure() = ToFailure(status);
     lease_.Write(stream, std::move(report));
   }

@@ -93,7 +93,7 @@ absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
     const schedule::StridedCopy copy = schedule::CopyBox(
         piece.box, shard->box, shard->data - region->data, from, box, 0,
         strides, element_bytes, element_bytes, schedule::Cast::kNone);
-    if (result.empty() ||
+    if (result.empty() || result.back().copies(0).tensor() != wanted ||
         result.back().memory().arena().arena_id() != region->arena_id) {
       result.emplace_back();
       result.back().set_bucket(bucket);

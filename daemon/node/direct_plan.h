@@ -17,7 +17,8 @@ namespace weightsync {
 namespace daemon {
 
 // Copies that read every element of `bucket` exactly once out of the rank's
-// arenas and write it to the worker's tensors. None when that cannot be: the
+// arenas and write it to the worker's tensors; one entry for each parameter and
+// arena, so that each has a digest of its own. None when that cannot be: the
 // worker wants only a part of the bucket, the rank's memory is not ours, or a
 // tensor is not one stretch of the parameter's flattened elements (its digest
 // could not be computed on the way).

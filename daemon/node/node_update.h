@@ -162,7 +162,7 @@ class NodeUpdate {
     bool begun ABSL_GUARDED_BY(mutex) = false;
     absl::Status status ABSL_GUARDED_BY(mutex);
     std::set<int32_t> direct ABSL_GUARDED_BY(mutex);
-    std::vector<std::pair<int32_t, transport::Digest>> reads
+    std::vector<std::pair<int32_t, TensorDigests>> reads
         ABSL_GUARDED_BY(mutex);
     bool direct_done ABSL_GUARDED_BY(mutex) = false;
   };
@@ -189,9 +189,9 @@ class NodeUpdate {
                               absl::Duration patience);
   // What was read of a rank's memory: the first word counts, another one is
   // SOURCE_CHANGED.
-  // `tensors`: the same by parameter; null where only the sum is known.
+  // `tensors`: the same by parameter.
   absl::Status NoteSource(int32_t bucket, const transport::Digest& digest,
-                          const TensorDigests* tensors);
+                          const TensorDigests& tensors);
   // Tells the workers, once the memory that they may read directly is known.
   // `alone`: buckets that only workers of this node get.
   absl::Status BeginStream(Round* round, const std::vector<int32_t>& alone,

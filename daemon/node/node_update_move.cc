@@ -425,14 +425,17 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
     const absl::Span<const char> base = context_.store->FindEqual(
         update_id_, *layout_, bucket, said->second, &pin);
     if (static_cast<int64_t>(base.size()) != landing->size()) continue;
+    {
+      // Before it is complete: what follows counts what has travelled.
+      absl::MutexLock lock(&mutex_);
+      from_base_bytes_ += landing->size();
+    }
     for (uint32_t frame = 0; frame < landing->frame_count(); ++frame) {
       if (!landing->Claim(frame)) continue;
       const absl::Span<char> to = landing->frame(frame);
       memcpy(to.data(), base.data() + frame * Landing::kFrameBytes, to.size());
       landing->MarkReady(frame, landing->ComputeDigest(frame));
     }
-    absl::MutexLock lock(&mutex_);
-    from_base_bytes_ += landing->size();
   }
 }
 
@@ -440,18 +443,9 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
 
 absl::Status NodeUpdate::NoteSource(int32_t bucket,
                                     const transport::Digest& digest,
-                                    const TensorDigests* tensors) {
+                                    const TensorDigests& tensors) {
   absl::MutexLock lock(&mutex_);
-  if (tensors != nullptr) {
-    source_tensors_.emplace(bucket, *tensors);
-  } else {
-    const auto pieces = layout_->plan.pieces(static_cast<uint32_t>(bucket));
-    bool one = !pieces.empty();
-    for (const schedule::Piece& piece : pieces) {
-      one = one && piece.ordinal == pieces[0].ordinal;
-    }
-    if (one) source_tensors_[bucket] = {{pieces[0].ordinal, digest}};
-  }
+  source_tensors_.emplace(bucket, tensors);
   auto known = source_digests_.emplace(bucket, digest);
   woken_ = true;
   if (known.second || known.first->second == digest) return absl::OkStatus();
@@ -489,7 +483,7 @@ absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
   if (source->cancel->cancelled()) return source->cancel->status();
   TensorDigests tensors;
   AddTensorDigests(*layout_, *landing, &tensors);
-  return NoteSource(bucket, *digest, &tensors);
+  return NoteSource(bucket, *digest, tensors);
 }
 
 absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
@@ -514,7 +508,7 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
       TensorDigests tensors;
       auto digest = DigestSourceBucket(*layout_, rank, source->shards, bucket,
                                        context_.memory, &tensors);
-      return digest.ok() ? NoteSource(bucket, *digest, &tensors)
+      return digest.ok() ? NoteSource(bucket, *digest, tensors)
                          : digest.status();
     };
     // The round says which of them pass through lanes.
@@ -548,7 +542,7 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
       if (digest.ok()) {
         TensorDigests tensors;
         AddTensorDigests(*layout_, *(*landing)[0], &tensors);
-        status = NoteSource(bucket, *digest, &tensors);
+        status = NoteSource(bucket, *digest, tensors);
       }
       if (!status.ok()) {
         (*landing)[0]->Fail(status);
@@ -587,12 +581,7 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
     for (int32_t bucket : buckets) {
       absl::Status stop = stopped();
       if (!stop.ok()) return Result(stop);
-      bool known = false;
-      {
-        absl::MutexLock lock(&mutex_);
-        known = source_tensors_.count(bucket) > 0;
-      }
-      if (known && !verify_source) continue;
+      if (!verify_source) break;
       absl::Status status = read_again(bucket);
       if (!status.ok()) return Result(status);
     }
@@ -689,9 +678,9 @@ absl::Status NodeUpdate::BeginStream(Round* round,
         state->direct = std::move(direct);
         state->begun = true;
       },
-      [state](int32_t bucket, transport::Digest digest) {
+      [state](int32_t bucket, TensorDigests tensors) {
         absl::MutexLock lock(&state->mutex);
-        state->reads.emplace_back(bucket, digest);
+        state->reads.emplace_back(bucket, std::move(tensors));
       },
       [state] {
         absl::MutexLock lock(&state->mutex);
@@ -735,7 +724,7 @@ absl::Status NodeUpdate::TakeDirectReads(
   }
   size_t seen = 0;
   while (true) {
-    std::vector<std::pair<int32_t, transport::Digest>> fresh;
+    std::vector<std::pair<int32_t, TensorDigests>> fresh;
     bool done = false;
     {
       absl::MutexLock lock(&state->mutex);
@@ -755,12 +744,13 @@ absl::Status NodeUpdate::TakeDirectReads(
       done = state->direct_done;
     }
     for (const auto& read : fresh) {
-      absl::Status status =
-          NoteSource(read.first, read.second, /*tensors=*/nullptr);
+      transport::Digest digest;
+      for (const auto& tensor : read.second) digest += tensor.second;
+      absl::Status status = NoteSource(read.first, digest, read.second);
       if (!status.ok()) return status;
       absl::MutexLock lock(&mutex_);
       taken_.insert(read.first);
-      passed_[read.first] = read.second;
+      passed_[read.first] = digest;
     }
     if (done) break;
   }

@@ -16,7 +16,6 @@
 #include "absl/time/time.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/snapshot.h"
-#include "transport/digest.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/types.pb.h"
 
@@ -60,11 +59,12 @@ class StreamSink {
   // `started` gets an error when some worker cannot be told what to do, and
   // otherwise those of the candidates that every worker copies straight from
   // the sources. `read` is called for each of these, for every worker that
-  // wants it, with the digest of what it read; `direct_done` when no more comes.
+  // wants it, with the digests of what it read; `direct_done` when no more
+  // comes.
   virtual void Begin(
       StreamStart start,
       std::function<void(absl::Status, std::set<int32_t> direct)> started,
-      std::function<void(int32_t bucket, transport::Digest)> read,
+      std::function<void(int32_t bucket, TensorDigests tensors)> read,
       std::function<void()> direct_done) = 0;
 
   // Has every worker that needs it copy a bucket, which stays where it is until

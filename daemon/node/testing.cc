@@ -438,10 +438,10 @@ std::vector<std::string> TestSink::live(int w) {
 void TestSink::Begin(
     StreamStart start,
     std::function<void(absl::Status, std::set<int32_t>)> started,
-    std::function<void(int32_t, transport::Digest)> read,
+    std::function<void(int32_t, TensorDigests)> read,
     std::function<void()> direct_done) {
   std::set<int32_t> direct;
-  std::vector<std::pair<int32_t, transport::Digest>> reads;
+  std::vector<std::pair<int32_t, TensorDigests>> reads;
   {
     absl::MutexLock lock(&mutex_);
     ++begun_;
@@ -475,7 +475,7 @@ void TestSink::Begin(
                                            source->shards, bucket,
                                            &node_->memory(), &tensors);
           EXPECT_TRUE(digest.ok()) << digest.status();
-          reads.emplace_back(bucket, *digest);
+          reads.emplace_back(bucket, std::move(tensors));
           ++direct_reads_;
         }
       }

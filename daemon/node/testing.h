@@ -190,7 +190,7 @@ class TestSink : public StreamSink {
 
   void Begin(StreamStart start,
              std::function<void(absl::Status, std::set<int32_t>)> started,
-             std::function<void(int32_t, transport::Digest)> read,
+             std::function<void(int32_t, TensorDigests)> read,
              std::function<void()> direct_done) override;
   void Pass(const std::string& update_id, int32_t bucket,
             const v1::SlotLocation& where,

@@ -425,7 +425,15 @@ void ReplicaSessions::Join(Worker* worker) {
                          [this, id, tensor_bytes](const absl::Status& status) {
                            Worker* worker = FindWorker(id);
                            if (worker == nullptr || worker->accepted) return;
-                           if (status.ok()) {
+                           // STREAM is for nodes with no room; a STAGE update
+                           // is refused when it is prepared.
+                           const bool no_room =
+                               ErrorReason(status) == "NO_STORE_ROOM";
+                           LOG_IF(WARNING, no_room)
+                               << worker->Name()
+                               << " can only be reached by STREAM: "
+                               << status.message();
+                           if (status.ok() || no_room) {
                              Accept(worker, tensor_bytes);
                            } else {
                              EndWorker(id, ApiStatus(status));

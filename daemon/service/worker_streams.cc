@@ -30,7 +30,7 @@ struct WorkerStreams::Plans {
 void WorkerStreams::Begin(
     StreamStart start,
     std::function<void(absl::Status, std::set<int32_t>)> started,
-    std::function<void(int32_t, transport::Digest)> read,
+    std::function<void(int32_t, TensorDigests)> read,
     std::function<void()> direct_done) {
   node_.loop->Post([this, start = std::move(start),
                     started = std::move(started), read = std::move(read),
@@ -132,6 +132,10 @@ void WorkerStreams::Told(
     const Plans::Worker& worker = plans->workers[member.first];
     for (int32_t bucket : BucketsOf(*worker.plan)) {
       member.second.wants.insert(bucket);
+    }
+    for (const v1::DirectCopies& copies : worker.direct) {
+      member.second.parts[copies.bucket()].push_back(
+          worker.ordinals[static_cast<size_t>(copies.copies(0).tensor())]);
     }
     const absl::Status status = Tell(member.first, stream, *plans);
     if (!status.ok()) failed.emplace_back(member.first, status);
@@ -293,13 +297,20 @@ void WorkerStreams::Taken(uint64_t worker, const v1::StreamBucketTaken& taken) {
     host_.GiveUp(worker, why);
     return;
   }
-  member->second.taken.insert(taken.bucket());
-  if (stream.direct.count(taken.bucket()) > 0) {
-    const transport::Digest digest = FromProto(taken.digest());
-    stream.read_digests[taken.bucket()] = digest;
-    if (stream.read) stream.read(taken.bucket(), digest);
+  auto parts = member->second.parts.find(taken.bucket());
+  if (parts != member->second.parts.end()) {
+    // One answer for each part, in their order.
     WatchDirect(taken.update_id());
+    size_t& count = member->second.parts_taken[taken.bucket()];
+    if (count >= parts->second.size()) return;
+    TensorDigests& digests = member->second.digests[taken.bucket()];
+    digests[static_cast<uint32_t>(parts->second[count])] +=
+        FromProto(taken.digest());
+    if (++count < parts->second.size()) return;
+    stream.read_digests[taken.bucket()] = digests;
+    if (stream.read) stream.read(taken.bucket(), digests);
   }
+  member->second.taken.insert(taken.bucket());
   auto passing = stream.passing.find(taken.bucket());
   if (passing != stream.passing.end()) passing->second.waiting.erase(worker);
   Settle(&stream);

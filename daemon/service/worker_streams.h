@@ -57,7 +57,7 @@ class WorkerStreams final : public StreamSink {
 
   void Begin(StreamStart start,
              std::function<void(absl::Status, std::set<int32_t>)> started,
-             std::function<void(int32_t, transport::Digest)> read,
+             std::function<void(int32_t, TensorDigests)> read,
              std::function<void()> direct_done) override;
   void Pass(const std::string& update_id, int32_t bucket,
             const v1::SlotLocation& where,
@@ -84,6 +84,10 @@ class WorkerStreams final : public StreamSink {
   struct Member {
     std::set<int32_t> wants;
     std::set<int32_t> taken;
+    // Buckets that it reads directly, in parts: the parameter of each.
+    std::map<int32_t, std::vector<int32_t>> parts;
+    std::map<int32_t, TensorDigests> digests;
+    std::map<int32_t, size_t> parts_taken;
   };
   struct Passing {
     std::set<uint64_t> waiting;
@@ -96,8 +100,8 @@ class WorkerStreams final : public StreamSink {
     std::map<uint64_t, Member> members;
     std::set<int32_t> direct;
     std::map<int32_t, Passing> passing;
-    std::map<int32_t, transport::Digest> read_digests;
-    std::function<void(int32_t, transport::Digest)> read;
+    std::map<int32_t, TensorDigests> read_digests;
+    std::function<void(int32_t, TensorDigests)> read;
     std::function<void()> direct_done;
     Loop::TimerId direct_timer = 0;
   };
