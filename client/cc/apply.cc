@@ -125,8 +125,7 @@ absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::Tasks(
 
 absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::TasksOf(
     int32_t bucket, const Source& source) const {
-  const auto found =
-      std::lower_bound(buckets_.begin(), buckets_.end(), bucket);
+  const auto found = std::lower_bound(buckets_.begin(), buckets_.end(), bucket);
   std::vector<transport::CopyTask> tasks;
   if (found == buckets_.end() || *found != bucket) return tasks;
   const int32_t index = static_cast<int32_t>(found - buckets_.begin());
@@ -163,8 +162,8 @@ absl::StatusOr<std::vector<transport::CopyTask>> DirectTasks(
     }
     if (!Inside(copy.bucket_offset_bytes(),
                 Reach(copy, copy.bucket_strides_bytes()), bytes)) {
-      return Invalid(absl::StrCat("reads outside the trainer's memory for ",
-                                  tensor.name));
+      return Invalid(
+          absl::StrCat("reads outside the trainer's memory for ", tensor.name));
     }
     if (!Inside(copy.tensor_offset_bytes(),
                 Reach(copy, copy.tensor_strides_bytes()), SpanBytes(tensor))) {

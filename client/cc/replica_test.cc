@@ -148,11 +148,10 @@ TEST_F(ReplicaTest, TheEngineIsToldHowToPauseAndWhatItGoesOnWith) {
     EXPECT_FALSE(Answer(stream.get()).resumed().has_failure());
   }
   absl::MutexLock lock(&mutex_);
-  EXPECT_EQ(modes_,
-            (std::vector<v1::PauseMode>{
-                v1::PAUSE_MODE_ABORT, v1::PAUSE_MODE_ABORT,
-                v1::PAUSE_MODE_DRAIN, v1::PAUSE_MODE_DRAIN,
-                v1::PAUSE_MODE_KEEP, v1::PAUSE_MODE_KEEP}));
+  EXPECT_EQ(modes_, (std::vector<v1::PauseMode>{
+                        v1::PAUSE_MODE_ABORT, v1::PAUSE_MODE_ABORT,
+                        v1::PAUSE_MODE_DRAIN, v1::PAUSE_MODE_DRAIN,
+                        v1::PAUSE_MODE_KEEP, v1::PAUSE_MODE_KEEP}));
 }
 
 TEST_F(ReplicaTest, OnlyAnEngineThatSwapsTakesAnUpdateWithoutAPause) {

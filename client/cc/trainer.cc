@@ -387,10 +387,10 @@ class Trainer::Impl {
   absl::Status LeaseStatusLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     if (ErrorReason(ended_) == "CLOSED") return ended_;
     if (!ended_.ok()) {
-      return ErrorStatus(absl::StatusCode::kUnavailable, "LEASE_LOST",
-                         absl::StrCat("The lease of ", Name(),
-                                      " is lost; make a new Trainer. ",
-                                      ended_.message()));
+      return ErrorStatus(
+          absl::StatusCode::kUnavailable, "LEASE_LOST",
+          absl::StrCat("The lease of ", Name(),
+                       " is lost; make a new Trainer. ", ended_.message()));
     }
     if (session_.empty()) {
       return ErrorStatus(absl::StatusCode::kUnavailable, "LEASE_LOST",

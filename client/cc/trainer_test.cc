@@ -315,8 +315,8 @@ TEST_F(TrainerTest, ALostLeaseIsMendedAndThePublishRepeated) {
   std::thread publish([&] { result = trainer_->Publish(PublishOptions()); });
   while (!called) absl::SleepFor(absl::Milliseconds(1));
   daemon_.SetSession("session-2");
-  stream_->End(ToGrpcStatus(ErrorStatus(absl::StatusCode::kUnavailable,
-                                        "SHUTTING_DOWN", "Later.")));
+  stream_->End(ToGrpcStatus(
+      ErrorStatus(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "Later.")));
   stream_ = daemon_.AcceptTrainer();
   over.Notify();
   publish.join();

@@ -529,8 +529,9 @@ class Worker::Impl {
                  << ": " << status;
     }
     for (int i = 0; i < apply.direct_size(); ++i) {
-      const bool last = i + 1 == apply.direct_size() ||
-                        apply.direct(i + 1).bucket() != apply.direct(i).bucket();
+      const bool last =
+          i + 1 == apply.direct_size() ||
+          apply.direct(i + 1).bucket() != apply.direct(i).bucket();
       ReadDirectly(apply, apply.direct(i), last, stream);
     }
   }
@@ -772,9 +773,9 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
   options.model = ModelName(options.model);
   auto channel = MakeChannel(options.address);
   if (!channel.ok()) return channel.status();
-  return std::unique_ptr<Worker>(new Worker(std::make_unique<Impl>(
-      std::move(options), std::move(tensors), std::move(spare),
-      *std::move(channel))));
+  return std::unique_ptr<Worker>(new Worker(
+      std::make_unique<Impl>(std::move(options), std::move(tensors),
+                             std::move(spare), *std::move(channel))));
 }
 
 Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -679,9 +679,8 @@ TEST_F(WorkerTest, AWorkerThatSwapsIsNeverAMix) {
   EXPECT_EQ(applied.installed().update_id(), "u2");
   EXPECT_EQ(applied.installed().state(), v1::InstalledState::STATE_INSTALLED);
   second.name = "v";
-  EXPECT_EQ(
-      ErrorReason(Worker::Start(options_, {tensor}, {second}).status()),
-      "SWAP_INVALID");
+  EXPECT_EQ(ErrorReason(Worker::Start(options_, {tensor}, {second}).status()),
+            "SWAP_INVALID");
 }
 
 TEST_F(WorkerTest, WrongArgumentsAreFoundBeforeAnyCall) {

@@ -75,8 +75,7 @@ void ForPieces(const NodeLayout& layout,
     const int64_t end =
         std::min(it->box.Volume(), (limit - it->offset) / element_bytes);
     if (begin < end) {
-      add(*it, param, begin, end,
-          it->offset + begin * element_bytes - offset);
+      add(*it, param, begin, end, it->offset + begin * element_bytes - offset);
     }
   }
 }

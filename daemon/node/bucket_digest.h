@@ -21,7 +21,8 @@ using TensorDigests = std::map<uint32_t, transport::Digest>;
 
 // Adds the digests of a bucket that lies complete in `landing`, parameter by
 // parameter. Only frames in which two parameters meet are read again.
-void AddTensorDigests(const NodeLayout& layout, const transport::Landing& landing,
+void AddTensorDigests(const NodeLayout& layout,
+                      const transport::Landing& landing,
                       TensorDigests* digests);
 
 // Finds the runs of a stretch in the boxes of the pieces when it is asked. A

@@ -89,7 +89,8 @@ absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
     }
 
     schedule::Dims from;
-    for (int64_t stride : shard->strides) from.push_back(stride * element_bytes);
+    for (int64_t stride : shard->strides)
+      from.push_back(stride * element_bytes);
     const schedule::StridedCopy copy = schedule::CopyBox(
         piece.box, shard->box, shard->data - region->data, from, box, 0,
         strides, element_bytes, element_bytes, schedule::Cast::kNone);

@@ -81,12 +81,9 @@ std::string Mover::KeyOf(const v1::PrepareUpdate& command) const {
                   : FetchKey(command.update_id(), command.epoch());
 }
 
-std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& key,
-                                              const std::string& update_id,
-                                              int64_t version,
-                                              const std::string& layout_id,
-                                              bool again,
-                                              absl::Status* status) {
+std::shared_ptr<NodeUpdate> Mover::FindOrMake(
+    const std::string& key, const std::string& update_id, int64_t version,
+    const std::string& layout_id, bool again, absl::Status* status) {
   absl::MutexLock lock(&mutex_);
   if (shut_down_) {
     *status = MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
@@ -141,9 +138,9 @@ void Mover::EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
                    const absl::Status& why) {
   {
     absl::MutexLock lock(&mutex_);
-    auto it = std::find_if(
-        runs_.begin(), runs_.end(),
-        [&run](const auto& entry) { return entry.second == run; });
+    auto it =
+        std::find_if(runs_.begin(), runs_.end(),
+                     [&run](const auto& entry) { return entry.second == run; });
     if (it == runs_.end()) return;
     runs_.erase(it);
     Remember(run->update_id(), why);

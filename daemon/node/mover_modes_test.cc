@@ -53,7 +53,8 @@ v1::DefineLayout TwoReceivers() {
       .Build();
 }
 
-std::vector<int32_t> AllBuckets(TestNode& node, const v1::DefineLayout& define) {
+std::vector<int32_t> AllBuckets(TestNode& node,
+                                const v1::DefineLayout& define) {
   auto layout = node.layouts().Find(define.layout_id());
   EXPECT_TRUE(layout.ok()) << layout.status();
   std::vector<int32_t> buckets;
@@ -88,9 +89,9 @@ class InPlaceRanks {
     returned = std::vector<std::atomic<bool>>(memory.size());
     for (size_t r = 0; r < memory.size(); ++r) {
       threads.emplace_back([=, &define] {
-        auto result = node->Snapshot(
-            define, update_id, 1, static_cast<int>(r), memory[r],
-            std::make_shared<CancelFlag>(), /*in_place=*/true, verify_source);
+        auto result = node->Snapshot(define, update_id, 1, static_cast<int>(r),
+                                     memory[r], std::make_shared<CancelFlag>(),
+                                     /*in_place=*/true, verify_source);
         results[r] = result.status();
         returned[r] = true;
       });

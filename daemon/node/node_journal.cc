@@ -108,12 +108,11 @@ absl::Status NodeJournal::Write() const {
   if (directory_.empty()) return absl::OkStatus();
   std::string text = absl::StrCat(kHeader, "\n");
   for (const RefusedOffer& offer : refused_) {
-    absl::StrAppend(&text, "refused\t", offer.term, "\t",
-                    absl::CEscape(offer.model), "\t",
-                    absl::CEscape(offer.replica), "\t",
-                    absl::CEscape(offer.incarnation), "\t",
-                    absl::CEscape(offer.command_id), "\t",
-                    absl::CEscape(offer.update_id), "\n");
+    absl::StrAppend(
+        &text, "refused\t", offer.term, "\t", absl::CEscape(offer.model), "\t",
+        absl::CEscape(offer.replica), "\t", absl::CEscape(offer.incarnation),
+        "\t", absl::CEscape(offer.command_id), "\t",
+        absl::CEscape(offer.update_id), "\n");
   }
   absl::StrAppend(&text, Checksum(text), "\n");
 
@@ -127,8 +126,7 @@ absl::Status NodeJournal::Write() const {
   if (rename(temporary.c_str(), path().c_str()) != 0) {
     return WriteError(path(), "rename");
   }
-  const int dir =
-      open(directory_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int dir = open(directory_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (dir < 0) return WriteError(directory_, "open");
   if (fsync(dir) != 0) status = WriteError(directory_, "fsync");
   close(dir);

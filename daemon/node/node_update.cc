@@ -154,8 +154,7 @@ absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
       if (!again.ok()) return Result(again.status());
       const transport::Digest before = (*landings)[i]->bucket_digest();
       if (*again == before) continue;
-      return Result(
-          SourceChanged(*layout_, rank, buckets[i], before, *again));
+      return Result(SourceChanged(*layout_, rank, buckets[i], before, *again));
     }
     return taken;
   }();
@@ -194,7 +193,7 @@ void NodeUpdate::Drive() {
         absl::MutexLock lock(&mutex_);
         round_->progress_timeout =
             DurationOr(move->has_progress_timeout(), move->progress_timeout(),
-                        context_.progress_timeout);
+                       context_.progress_timeout);
         round_->stream_workers.assign(move->stream_workers().begin(),
                                       move->stream_workers().end());
         round_->move = true;
@@ -409,8 +408,7 @@ void NodeUpdate::LookAtBytes() {
     manifest = manifest_;
   }
   for (const auto& landing : landings) {
-    here[static_cast<int32_t>(landing->bucket_id())] =
-        landing->bucket_digest();
+    here[static_cast<int32_t>(landing->bucket_id())] = landing->bucket_digest();
   }
   absl::Status status;
   for (const auto& bucket : here) {

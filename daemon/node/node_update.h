@@ -162,8 +162,7 @@ class NodeUpdate {
     bool begun ABSL_GUARDED_BY(mutex) = false;
     absl::Status status ABSL_GUARDED_BY(mutex);
     std::set<int32_t> direct ABSL_GUARDED_BY(mutex);
-    std::vector<std::pair<int32_t, TensorDigests>> reads
-        ABSL_GUARDED_BY(mutex);
+    std::vector<std::pair<int32_t, TensorDigests>> reads ABSL_GUARDED_BY(mutex);
     bool direct_done ABSL_GUARDED_BY(mutex) = false;
   };
 
@@ -296,7 +295,8 @@ class NodeUpdate::FrameCount final : public transport::Landing::Watcher {
   bool complete() const { return ready_.load() == frames_; }
   int64_t size() const { return landing_->size(); }
   int64_t ready_bytes() const {
-    return std::min(ready_.load() * transport::Landing::kFrameBytes, landing_->size());
+    return std::min(ready_.load() * transport::Landing::kFrameBytes,
+                    landing_->size());
   }
 
  private:

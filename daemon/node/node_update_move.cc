@@ -54,9 +54,9 @@ bool NodeUpdate::PacksIntoSlot(const Round& round, int self,
 bool NodeUpdate::PassesOn(const Round& round, int32_t bucket) const {
   // A fetch may serve workers that the layout does not know.
   return round.stream &&
-         (round.fetch || std::binary_search(layout_->needed_buckets.begin(),
-                                            layout_->needed_buckets.end(),
-                                            bucket));
+         (round.fetch ||
+          std::binary_search(layout_->needed_buckets.begin(),
+                             layout_->needed_buckets.end(), bucket));
 }
 
 absl::Status NodeUpdate::FillRound(Round* round) {
@@ -148,7 +148,8 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     if (!round->stream) buckets.insert(received.begin(), received.end());
   }
   if (buckets.empty()) return absl::OkStatus();
-  auto landings = Landings(std::vector<int32_t>(buckets.begin(), buckets.end()));
+  auto landings =
+      Landings(std::vector<int32_t>(buckets.begin(), buckets.end()));
   return landings.status();
 }
 
@@ -189,12 +190,11 @@ absl::Status NodeUpdate::FillFlows(Round* round) {
 absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
   const v1::PrepareUpdate& command = round->command;
   const bool lanes = round->stream || (round->in_place && !round->fetch);
-  const int count =
-      !lanes ? 1
-             : std::max(1, std::min(command.stream_slots() > 0
-                                        ? command.stream_slots()
-                                        : kDefaultLanes,
-                                    flow.buckets_size()));
+  const int count = !lanes ? 1
+                           : std::max(1, std::min(command.stream_slots() > 0
+                                                      ? command.stream_slots()
+                                                      : kDefaultLanes,
+                                                  flow.buckets_size()));
   for (int lane = 0; lane < count; ++lane) {
     auto run = std::make_unique<FlowRun>();
     run->flow = flow;
@@ -342,10 +342,10 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
   const bool in_store = landing != nullptr;
   if (!in_store) {
     if (flow->slot == nullptr) {
-      return MakeError(absl::StatusCode::kInternal, "SLOT_MISSING",
-                       absl::StrCat("bucket ", bucket, " of update ",
-                                    update_id_, " has no place on node ",
-                                    context_.node));
+      return MakeError(
+          absl::StatusCode::kInternal, "SLOT_MISSING",
+          absl::StrCat("bucket ", bucket, " of update ", update_id_,
+                       " has no place on node ", context_.node));
     }
     landing = std::make_shared<Landing>(
         static_cast<uint64_t>(bucket),
@@ -468,11 +468,11 @@ absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
     if (ended_) return why_;
     auto found = sources_.find(rank);
     if (found == sources_.end()) {
-      return MakeError(absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
-                       absl::StrCat("rank ", rank, " of ", model(),
-                                    " did not give its tensors to update ",
-                                    update_id_, " within ",
-                                    absl::FormatDuration(patience)));
+      return MakeError(
+          absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
+          absl::StrCat("rank ", rank, " of ", model(),
+                       " did not give its tensors to update ", update_id_,
+                       " within ", absl::FormatDuration(patience)));
     }
     source = found->second;
   }
@@ -529,9 +529,9 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
     for (int32_t bucket : buckets) {
       absl::Status stop = stopped();
       if (!stop.ok()) return Result(stop);
-      if (stream || !std::binary_search(layout_->needed_buckets.begin(),
-                                        layout_->needed_buckets.end(),
-                                        bucket)) {
+      if (stream ||
+          !std::binary_search(layout_->needed_buckets.begin(),
+                              layout_->needed_buckets.end(), bucket)) {
         continue;
       }
       auto landing = Landings({bucket});
@@ -659,11 +659,10 @@ absl::Status NodeUpdate::BeginStream(Round* round,
     for (int32_t rank : ranks) {
       auto found = sources_.find(rank);
       if (found == sources_.end()) {
-        return MakeError(absl::StatusCode::kDeadlineExceeded,
-                         "SNAPSHOT_TIMEOUT",
-                         absl::StrCat("rank ", rank, " of ", model(),
-                                      " did not give its tensors to update ",
-                                      update_id_));
+        return MakeError(
+            absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
+            absl::StrCat("rank ", rank, " of ", model(),
+                         " did not give its tensors to update ", update_id_));
       }
       start.sources.push_back(found->second);
     }
@@ -715,8 +714,8 @@ absl::StatusOr<std::set<int32_t>> NodeUpdate::AwaitStream(
                                 " within ", absl::FormatDuration(patience)));
 }
 
-absl::Status NodeUpdate::TakeDirectReads(
-    const std::vector<int32_t>& buckets, absl::Duration patience) {
+absl::Status NodeUpdate::TakeDirectReads(const std::vector<int32_t>& buckets,
+                                         absl::Duration patience) {
   std::shared_ptr<StreamState> state;
   {
     absl::MutexLock lock(&mutex_);

@@ -124,11 +124,10 @@ absl::Status ComposePiece(const NodeLayout& layout, int32_t rank,
     for (int d = 0; d < part.dims(); ++d) {
       at += (part.offset[d] - piece.box.offset[d]) * strides[d];
     }
-    tasks->push_back(
-        PartCopy(layout, piece, part, *shard,
-                 bucket == nullptr
-                     ? nullptr
-                     : bucket + piece.offset + at * element_bytes));
+    tasks->push_back(PartCopy(
+        layout, piece, part, *shard,
+        bucket == nullptr ? nullptr
+                          : bucket + piece.offset + at * element_bytes));
     *guard = *guard || shard->guard;
   }
   if (covered != piece.box.Volume()) return NotHeld(layout, rank, piece);

@@ -537,8 +537,7 @@ int64_t Store::ShareEqual(const std::string& update_id) {
       for (auto& other : entries_) {
         Entry& base = other.second;
         if (other.first == update_id || base.dropped ||
-            base.layout == nullptr ||
-            base.state != Entry::State::kCommitted ||
+            base.layout == nullptr || base.state != Entry::State::kCommitted ||
             base.model != entry->model ||
             base.layout->id != entry->layout->id) {
           continue;
@@ -554,9 +553,8 @@ int64_t Store::ShareEqual(const std::string& update_id) {
           ++base.pins;
           pins.push_back(StorePin(this, other.first));
         }
-        pairs.push_back(
-            {mine.first, other.first, RoomOf(0, extent).data.data(),
-             RoomOf(0, theirs->second).data.data(), extent.bytes});
+        pairs.push_back({mine.first, other.first, RoomOf(0, extent).data.data(),
+                         RoomOf(0, theirs->second).data.data(), extent.bytes});
         break;
       }
     }
@@ -742,8 +740,8 @@ v1::SlotLocation Store::LocationOf(const Entry& entry, const Extent& extent) {
   return slot;
 }
 
-absl::StatusOr<v1::SlotLocation> Store::LocationOf(
-    const std::string& update_id, int32_t bucket) const {
+absl::StatusOr<v1::SlotLocation> Store::LocationOf(const std::string& update_id,
+                                                   int32_t bucket) const {
   absl::MutexLock lock(&mutex_);
   const Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
@@ -852,8 +850,7 @@ void Store::FreeEntry(const std::string& update_id) {
       // Somebody else pays for the bytes from now on.
       for (auto& other : entries_) {
         auto theirs = other.second.buckets.find(bucket.first);
-        if (other.first == update_id ||
-            theirs == other.second.buckets.end() ||
+        if (other.first == update_id || theirs == other.second.buckets.end() ||
             theirs->second.share != extent.share) {
           continue;
         }
@@ -888,9 +885,8 @@ std::string Store::PinnedNames() const {
                       : entry.state != Entry::State::kCommitted ? "incoming"
                       : entry.pins > 0                          ? "in use"
                                                                 : "newest";
-    names.push_back(absl::StrCat(entry.model, " update ",
-                                 entry.update_id, ", ", why, ", ",
-                                 entry.bytes()));
+    names.push_back(absl::StrCat(entry.model, " update ", entry.update_id, ", ",
+                                 why, ", ", entry.bytes()));
   }
   return names.empty() ? "by nothing" : absl::StrJoin(names, "; ");
 }

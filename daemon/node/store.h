@@ -195,8 +195,8 @@ class Store {
   // newest only if its version is.
   absl::Status Adopt(const std::string& update_id);
 
-  // Gives up the bytes of buckets that an older update of the same layout has as
-  // well, byte by byte the same; the two share them from now on. Answers the
+  // Gives up the bytes of buckets that an older update of the same layout has
+  // as well, byte by byte the same; the two share them from now on. Answers the
   // bytes that became free. Does nothing while the update is pinned, and moves
   // its generations on where it does something: a reader that was given up may
   // still read. REQUIRES: the mover is through with the update.
@@ -217,8 +217,8 @@ class Store {
   // or when the last pin is released. Unknown ids are fine.
   void Drop(const std::string& update_id, bool committed_too = false);
 
-  // Frees the buckets of an update that never became whole; those that are stay.
-  // Unknown ids are fine. REQUIRES: nobody uses their rooms any more.
+  // Frees the buckets of an update that never became whole; those that are
+  // stay. Unknown ids are fine. REQUIRES: nobody uses their rooms any more.
   void DropIncoming(const std::string& update_id);
 
   // Keeps whatever state it is in. NOT_FOUND (UPDATE_UNKNOWN).

@@ -471,9 +471,9 @@ void TestSink::Begin(
             }
           }
           TensorDigests tensors;
-          auto digest = DigestSourceBucket(*start.layout, source->rank,
-                                           source->shards, bucket,
-                                           &node_->memory(), &tensors);
+          auto digest =
+              DigestSourceBucket(*start.layout, source->rank, source->shards,
+                                 bucket, &node_->memory(), &tensors);
           EXPECT_TRUE(digest.ok()) << digest.status();
           reads.emplace_back(bucket, std::move(tensors));
           ++direct_reads_;

@@ -83,17 +83,18 @@ Agent::Agent(const Options& options, Parts parts)
              &layouts_, &store_, parts_.memory, parts_.groups),
       link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
       room_(&store_, &loop_, &reserving_, kStoreLinger),
-      context_{&options_, &loop_,  &data_,        &reserving_,
-               &copies_,  &link_,  &layouts_,     &store_,
-               &room_,    &mover_, parts_.memory, parts_.processes,
-               parts_.journal,     &newest_term_},
+      context_{&options_,      &loop_,       &data_,        &reserving_,
+               &copies_,       &link_,       &layouts_,     &store_,
+               &room_,         &mover_,      parts_.memory, parts_.processes,
+               parts_.journal, &newest_term_},
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
       last_check_(absl::Now()) {
   mover_.SetSink(replicas_.stream_sink());
-  trainers_.OnArenaGone(
-      [this](const std::string& arena_id) { replicas_.ArenaDropped(arena_id); });
+  trainers_.OnArenaGone([this](const std::string& arena_id) {
+    replicas_.ArenaDropped(arena_id);
+  });
 }
 
 Agent::~Agent() {

@@ -605,11 +605,11 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
       !control->registration.atomic_swap()) {
     ReportApplyFailure(
         command,
-        ErrorStatus(absl::StatusCode::kFailedPrecondition, "REPLICA_RUNNING",
-                    absl::StrCat(ReplicaName(command.model(),
-                                             command.replica()),
-                                 " is not paused: it has resumed by itself, or "
-                                 "was never asked; pause it first")),
+        ErrorStatus(
+            absl::StatusCode::kFailedPrecondition, "REPLICA_RUNNING",
+            absl::StrCat(ReplicaName(command.model(), command.replica()),
+                         " is not paused: it has resumed by itself, or "
+                         "was never asked; pause it first")),
         &installed);
     return;
   }
@@ -768,10 +768,10 @@ void ReplicaSessions::Digest(const v1::DigestWorker& command) {
     up->set_worker_index(command.worker_index());
     up->set_incarnation(command.incarnation());
     up->mutable_digests()->set_command_id(command.digest().command_id());
-    *up->mutable_digests()->mutable_failure() = ToFailure(NotHere(
-        "WORKER_LOST",
-        absl::StrCat("worker ", command.worker_index(), " of ",
-                     ReplicaName(command.model(), command.replica()))));
+    *up->mutable_digests()->mutable_failure() = ToFailure(
+        NotHere("WORKER_LOST",
+                absl::StrCat("worker ", command.worker_index(), " of ",
+                             ReplicaName(command.model(), command.replica()))));
     node_.link->Report(std::move(report));
     return;
   }
@@ -980,9 +980,8 @@ void ReplicaSessions::Act(Control* control, AwayAction action) {
         }
         v1::ApplyWorker command = control->commit;
         command.set_worker_index(worker->registration.worker_index());
-        command.set_command_id(
-            absl::StrCat("finish/", update_id, "/",
-                         worker->registration.worker_index()));
+        command.set_command_id(absl::StrCat(
+            "finish/", update_id, "/", worker->registration.worker_index()));
         Apply(command);
       }
       return;

@@ -299,9 +299,9 @@ TrainerSessions::Resolve(const Session& session,
                                           /*writable=*/false);
         if (!mapped.ok()) return ApiStatus(mapped.status());
         std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
-        registration->regions.push_back(
-            {memory->data(), region.size_bytes(), !memory->sealed(),
-             /*arena=*/nullptr, /*arena_id=*/""});
+        registration->regions.push_back({memory->data(), region.size_bytes(),
+                                         !memory->sealed(),
+                                         /*arena=*/nullptr, /*arena_id=*/""});
         registration->memory.push_back(memory);
         break;
       }

@@ -133,8 +133,8 @@ class TrainerSessions {
   absl::flat_hash_map<const Stream*, uint64_t> by_stream_;
   absl::flat_hash_map<std::string, uint64_t> by_name_;
   int64_t arena_bytes_ = 0;
-  std::function<void(const std::string&)> arena_gone_ =
-      [](const std::string&) {};
+  std::function<void(const std::string&)> arena_gone_ = [](const std::string&) {
+  };
 };
 
 }  // namespace daemon

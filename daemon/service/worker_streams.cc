@@ -79,9 +79,9 @@ void WorkerStreams::Begin(
       }
       for (int32_t bucket : start.direct_candidates) {
         if (!plans->status.ok()) break;
-        const int32_t rank = start.layout->plan
-                                 .bucket(static_cast<uint32_t>(bucket))
-                                 .source_rank;
+        const int32_t rank =
+            start.layout->plan.bucket(static_cast<uint32_t>(bucket))
+                .source_rank;
         std::map<uint64_t, std::vector<v1::DirectCopies>> copies;
         bool all = true;
         for (const auto& worker : plans->tensors) {
@@ -92,8 +92,8 @@ void WorkerStreams::Begin(
           if (!wants) continue;
           for (const auto& source : start.sources) {
             if (source->rank != rank) continue;
-            auto made = MakeDirectCopies(*start.layout, bucket, *source,
-                                         worker.second);
+            auto made =
+                MakeDirectCopies(*start.layout, bucket, *source, worker.second);
             if (made.has_value()) copies[worker.first] = *std::move(made);
           }
           all = all && copies.count(worker.first) > 0;
@@ -183,10 +183,10 @@ absl::Status WorkerStreams::Tell(uint64_t worker, const Stream& stream,
 void WorkerStreams::Pass(const std::string& update_id, int32_t bucket,
                          const v1::SlotLocation& where,
                          std::function<void()> taken) {
-  node_.loop->Post([this, update_id, bucket, where,
-                    taken = std::move(taken)]() mutable {
-    PassNow(update_id, bucket, where, std::move(taken));
-  });
+  node_.loop->Post(
+      [this, update_id, bucket, where, taken = std::move(taken)]() mutable {
+        PassNow(update_id, bucket, where, std::move(taken));
+      });
 }
 
 void WorkerStreams::PassNow(const std::string& update_id, int32_t bucket,
@@ -236,14 +236,13 @@ void WorkerStreams::PassNow(const std::string& update_id, int32_t bucket,
           for (uint64_t worker : late) {
             host_.GiveUp(
                 worker,
-                ErrorStatus(absl::StatusCode::kDeadlineExceeded,
-                            "APPLY_TIMEOUT",
-                            absl::StrCat(host_.NameOf(worker),
-                                         " did not take bucket ", bucket,
-                                         " of update ", update_id, " within ",
-                                         absl::FormatDuration(patience),
-                                         "; register again and say what is in "
-                                         "its memory")));
+                ErrorStatus(
+                    absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
+                    absl::StrCat(host_.NameOf(worker), " did not take bucket ",
+                                 bucket, " of update ", update_id, " within ",
+                                 absl::FormatDuration(patience),
+                                 "; register again and say what is in "
+                                 "its memory")));
           }
         });
   }
@@ -393,29 +392,28 @@ void WorkerStreams::WatchDirect(const std::string& update_id) {
   stream.direct_timer = 0;
   if (!stream.direct_done || stream.direct.empty()) return;
   const absl::Duration patience = stream.start.bucket_timeout;
-  stream.direct_timer = node_.loop->PostAfter(
-      patience, [this, update_id, patience] {
-        auto found = streams_.find(update_id);
-        if (found == streams_.end()) return;
-        found->second.direct_timer = 0;
-        std::vector<uint64_t> late;
-        for (const auto& member : found->second.members) {
-          if (DirectWaits(found->second, member.first)) {
-            late.push_back(member.first);
-          }
-        }
-        for (uint64_t worker : late) {
-          host_.GiveUp(
-              worker,
-              ErrorStatus(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
-                          absl::StrCat(host_.NameOf(worker),
-                                       " has read nothing of update ",
-                                       update_id, " for ",
-                                       absl::FormatDuration(patience),
-                                       "; register again and say what is in "
-                                       "its memory")));
-        }
-      });
+  stream.direct_timer = node_.loop->PostAfter(patience, [this, update_id,
+                                                         patience] {
+    auto found = streams_.find(update_id);
+    if (found == streams_.end()) return;
+    found->second.direct_timer = 0;
+    std::vector<uint64_t> late;
+    for (const auto& member : found->second.members) {
+      if (DirectWaits(found->second, member.first)) {
+        late.push_back(member.first);
+      }
+    }
+    for (uint64_t worker : late) {
+      host_.GiveUp(
+          worker,
+          ErrorStatus(
+              absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
+              absl::StrCat(host_.NameOf(worker), " has read nothing of update ",
+                           update_id, " for ", absl::FormatDuration(patience),
+                           "; register again and say what is in "
+                           "its memory")));
+    }
+  });
 }
 
 }  // namespace daemon

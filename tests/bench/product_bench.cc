@@ -67,8 +67,9 @@ DEFINE_string(bench, "", "Name of the benchmark in what is printed.");
 DEFINE_int32(replicas, 1, "How many replicas to wait for.");
 DEFINE_int32(warm_up, 2, "Updates that are not counted.");
 DEFINE_int32(runs, 5, "Updates that are counted.");
-DEFINE_string(value, "applied",
-              "\"applied\", \"transfer\", \"seconds\", \"pause\" or \"stall\".");
+DEFINE_string(
+    value, "applied",
+    "\"applied\", \"transfer\", \"seconds\", \"pause\" or \"stall\".");
 DEFINE_bool(stream, false,
             "UPDATE_MODE_STREAM and PUBLISH_MODE_IN_PLACE, with "
             "allow_no_recovery.");

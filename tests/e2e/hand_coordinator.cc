@@ -136,8 +136,8 @@ v1::NodeReport HandCoordinator::WaitFor(
   if (!mutex_.AwaitWithTimeout(absl::Condition(&there), timeout)) {
     ADD_FAILURE() << "node " << node << " did not report";
     for (const v1::NodeReport& report : reports) {
-      LOG(INFO) << node << " reported: "
-                << report.ShortDebugString().substr(0, 300);
+      LOG(INFO) << node
+                << " reported: " << report.ShortDebugString().substr(0, 300);
     }
     return v1::NodeReport();
   }
@@ -269,8 +269,7 @@ v1::UpdateManifest HandCoordinator::Manifest(const v1::DefineLayout& define,
   manifest.set_update_id(update_id);
   for (const v1::LayoutSource& source : define.sources()) {
     const v1::NodeReport report = WaitFor(
-        define.nodes(source.node()).node(),
-        [&](const v1::NodeReport& r) {
+        define.nodes(source.node()).node(), [&](const v1::NodeReport& r) {
           return r.has_rank_snapshotted() &&
                  r.rank_snapshotted().update_id() == update_id &&
                  r.rank_snapshotted().rank() == source.rank();

@@ -265,7 +265,8 @@ class NodeModesTest : public ::testing::Test {
 
   void Apply(const v1::DefineLayout& define, int worker,
              const std::string& update_id, int64_t version) {
-    const std::string command_id = absl::StrCat("apply/", update_id, "/", worker);
+    const std::string command_id =
+        absl::StrCat("apply/", update_id, "/", worker);
     coordinator_.Send("a", coordinator_.ApplyOf(define, "r", worker, update_id,
                                                 version, command_id));
     const v1::WorkerAppliedReport applied = WaitApplied(command_id);
@@ -291,9 +292,8 @@ class NodeModesTest : public ::testing::Test {
 
   // A whole STAGE update, by the book.
   v1::DefineLayout Stage(const std::string& update_id, int64_t version) {
-    const v1::DefineLayout define =
-        Prepare(update_id, version, v1::UPDATE_MODE_STAGE,
-                v1::PUBLISH_MODE_SNAPSHOT);
+    const v1::DefineLayout define = Prepare(
+        update_id, version, v1::UPDATE_MODE_STAGE, v1::PUBLISH_MODE_SNAPSHOT);
     Move(define, update_id, version, 0);
     Verify(define, update_id);
     return define;
@@ -317,9 +317,8 @@ TEST_F(NodeModesTest, StreamInPlaceGoesFromTheTrainersMemoryToTheLiveTensors) {
   for (int version = 1; version <= 2; ++version) {
     const std::string update_id = absl::StrCat("u", version);
     Fill(version);
-    const v1::DefineLayout define =
-        Prepare(update_id, version, v1::UPDATE_MODE_STREAM,
-                v1::PUBLISH_MODE_IN_PLACE);
+    const v1::DefineLayout define = Prepare(
+        update_id, version, v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_IN_PLACE);
     EXPECT_NE(engine_->live(0), Published());
     Pause(update_id);
     Move(define, update_id, version, 2);
@@ -348,8 +347,8 @@ TEST_F(NodeModesTest, AStreamThatIsGivenUpIsReportedAsAMix) {
   StartTrainer();
   engine_ = std::make_unique<Engine>(address(), 1);
   Fill(1);
-  const v1::DefineLayout define = Prepare("u1", 1, v1::UPDATE_MODE_STREAM,
-                                          v1::PUBLISH_MODE_SNAPSHOT);
+  const v1::DefineLayout define =
+      Prepare("u1", 1, v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_SNAPSHOT);
   Pause("u1");
   Move(define, "u1", 1, 1);
   Verify(define, "u1");
@@ -386,10 +385,9 @@ TEST_F(NodeModesTest, LiveMemoryIsDigestedForTheCoordinator) {
   coordinator_.Send("a", command);
   const v1::WorkerDigests digests =
       coordinator_
-          .WaitFor("a",
-                   [](const v1::NodeReport& r) {
-                     return r.has_worker_digests();
-                   })
+          .WaitFor(
+              "a",
+              [](const v1::NodeReport& r) { return r.has_worker_digests(); })
           .worker_digests();
   ASSERT_EQ(digests.digests().digests_size(), kTensors);
   for (int i = 0; i < kTensors; ++i) {
@@ -439,11 +437,10 @@ TEST_F(NodeModesTest, AnOfferWhoseCommitNeverComesIsRefusedForGood) {
   publisher_.join();
   StartDaemon();
   coordinator_.Return();
-  const auto joined =
-      coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
-        return r.has_replica_joined() &&
-               r.replica_joined().refused_command_ids_size() > 0;
-      });
+  const auto joined = coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
+    return r.has_replica_joined() &&
+           r.replica_joined().refused_command_ids_size() > 0;
+  });
   EXPECT_EQ(joined.replica_joined().refused_command_ids(0), "pause/u1");
   EXPECT_FALSE(joined.replica_joined().registration().paused());
   // And what was committed after all is not written into an engine that runs.
@@ -451,8 +448,7 @@ TEST_F(NodeModesTest, AnOfferWhoseCommitNeverComesIsRefusedForGood) {
   ASSERT_TRUE(Eventually([&] {
     return engine_->worker(0).status().ok() && engine_->worker(1).status().ok();
   }));
-  coordinator_.Send(
-      "a", coordinator_.ApplyOf(define, "r", 0, "u1", 1, "late"));
+  coordinator_.Send("a", coordinator_.ApplyOf(define, "r", 0, "u1", 1, "late"));
   EXPECT_EQ(WaitApplied("late").failure().reason(), "REPLICA_RUNNING");
   EXPECT_EQ(engine_->live(0)[0], '\xA5');
 }
@@ -468,11 +464,9 @@ TEST_F(NodeModesTest, WithoutLeaveToRefuseItStaysPaused) {
   absl::SleepFor(absl::Seconds(3));
   EXPECT_TRUE(engine_->replica().paused());
   coordinator_.Return();
-  const auto joined =
-      coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
-        return r.has_replica_joined() &&
-               r.replica_joined().registration().paused();
-      });
+  const auto joined = coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
+    return r.has_replica_joined() && r.replica_joined().registration().paused();
+  });
   EXPECT_EQ(joined.replica_joined().refused_command_ids_size(), 0);
 }
 
@@ -505,10 +499,9 @@ TEST_F(NodeModesTest, AnIsolatedReplicaIsPausedWhereItWasToldSo) {
   coordinator_.Leave();
   EXPECT_TRUE(Eventually([&] { return engine_->replica().paused(); }));
   coordinator_.Return();
-  const auto joined =
-      coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
-        return r.has_replica_joined() && r.replica_joined().isolation_hold();
-      });
+  const auto joined = coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
+    return r.has_replica_joined() && r.replica_joined().isolation_hold();
+  });
   EXPECT_TRUE(joined.replica_joined().registration().paused());
   Resume("");
   EXPECT_TRUE(Eventually([&] { return !engine_->replica().paused(); }));

@@ -276,12 +276,11 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Import(
 
 absl::Status Arena::TakePlaceOf(Arena* old) {
   if (map_bytes_ != old->map_bytes_ || bytes_ != old->bytes_ ||
-      data_ - map_ != old->data_ - old->map_ || !writable_ ||
-      !old->writable_) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "ARENA_MISMATCH",
-                     absl::StrCat("an arena of ", bytes_,
-                                  " bytes cannot take the place of one of ",
-                                  old->bytes_));
+      data_ - map_ != old->data_ - old->map_ || !writable_ || !old->writable_) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, "ARENA_MISMATCH",
+        absl::StrCat("an arena of ", bytes_,
+                     " bytes cannot take the place of one of ", old->bytes_));
   }
   std::memcpy(data_, old->data_, static_cast<size_t>(bytes_));
   void* moved = mremap(map_, map_bytes_, map_bytes_,
