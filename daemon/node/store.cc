@@ -310,7 +310,8 @@ absl::StatusOr<std::unique_ptr<StoreSlot>> Store::TakeSlot(
     entry.order = next_order_++;
     auto rooms = ReserveLocked(id, "", {0});
     if (rooms.ok()) {
-      slot.reset(new StoreSlot(this, id, (*rooms)[0].data));
+      slot.reset(
+          new StoreSlot(this, id, (*rooms)[0].data, (*rooms)[0].file));
     } else {
       status = rooms.status();
       entries_.erase(id);
@@ -327,6 +328,8 @@ BucketRoom Store::RoomOf(int32_t bucket, const Extent& extent) {
   if (extent.bytes > 0) {
     room.data = absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
                                static_cast<size_t>(extent.bytes));
+    room.file.fd = extent.arena->segment()->file(&room.file.offset);
+    room.file.offset += extent.offset;
   }
   return room;
 }

@@ -48,6 +48,7 @@
 #include "daemon/node/arena_space.h"
 #include "daemon/node/layouts.h"
 #include "transport/digest.h"
+#include "transport/landing.h"
 #include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
@@ -92,6 +93,7 @@ struct LocatedUpdate {
 struct BucketRoom {
   int32_t bucket = 0;
   absl::Span<char> data;
+  transport::FileRange file;
 };
 
 // Memory through which one bucket after the other passes, for updates that have
@@ -104,6 +106,8 @@ class StoreSlot {
   StoreSlot& operator=(const StoreSlot&) = delete;
 
   absl::Span<char> data() const { return data_; }
+  // The same bytes as a part of a file.
+  transport::FileRange file() const { return file_; }
   // Of the first `bytes` of what stands in it now.
   v1::SlotLocation Location(int64_t bytes) const;
   // The bytes are about to be something else: a late reader will notice.
@@ -111,12 +115,14 @@ class StoreSlot {
 
  private:
   friend class Store;
-  StoreSlot(Store* store, std::string id, absl::Span<char> data)
-      : store_(store), id_(std::move(id)), data_(data) {}
+  StoreSlot(Store* store, std::string id, absl::Span<char> data,
+            transport::FileRange file)
+      : store_(store), id_(std::move(id)), data_(data), file_(file) {}
 
   Store* const store_;
   const std::string id_;
   const absl::Span<char> data_;
+  const transport::FileRange file_;
 };
 
 class Store {

@@ -10,6 +10,7 @@
 #                              seconds over memcpy
 #             stall            how long a snapshot keeps the trainer from its work, 1 GiB: seconds
 #                              over memcpy
+#             same_node_stage_tensors  the same with tensors of 8 MiB: over memcpy, a call a tensor
 #             one_hop          first byte to VERIFIED between two network namespaces, 1 GiB:
 #                              GB/s over plain sockets
 #             fanout_1 _2 _4   256 MiB to so many nodes over links of 1 Gbit/s: seconds over
@@ -28,7 +29,8 @@ set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 . tests/bench/netns.sh
-readonly ALL=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_1 fanout_2 fanout_4
+readonly ALL=(same_node_stage same_node_stage_tensors same_node_stream pause stall
+  daemon_memory one_hop fanout_1 fanout_2 fanout_4
   plan_deepseek plan_growth replan)
 readonly SMOKE=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_2 plan_growth)
 readonly PORT=7670
@@ -225,6 +227,16 @@ one_node() {
       --floor=memcpy "$@"
 }
 
+same_node_stage_tensors() {
+  local bytes=$1 size=--tensor_bytes=$((8 << 20))
+  open_stdin &&
+    start_daemon 0 $((bytes * 7 / 2)) &&
+    start_worker 0 --bytes="$bytes" "$size" &&
+    worker_ready 0 0 &&
+    trainer --bench=same_node_stage_tensors --bytes="$bytes" "$size" --runs="${runs:-5}" \
+      --value=applied --floor=memcpy_tensors
+}
+
 over_network() {
   local name=$1 receivers=$2 rate=$3 bytes=$4 value=$5 default_runs=$6 i
   make_network $((receivers + 1)) "$rate" && open_stdin || return 1
@@ -277,6 +289,9 @@ for name in "${names[@]}"; do
       ;;
     same_node_stream) one_node "$name" "${sizes[0]}" applied --stream ;;
     pause | stall) one_node "$name" "${sizes[0]}" "$name" ;;
+    same_node_stage_tensors)
+      same_node_stage_tensors "${sizes[0]}"
+      ;;
     one_hop | fanout_*)
       if ((EUID != 0)); then
         echo "run.sh: $name is left out: network namespaces need root" >&2
