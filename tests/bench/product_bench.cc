@@ -17,6 +17,8 @@
 //   applied   GB/s from the call of publish to the last worker's apply
 //   transfer  GB/s of the phase from the first byte to VERIFIED
 //   seconds   of that phase
+//   pause     seconds from the first replica's pause to the last one's resume
+//   stall     seconds that the trainer's publish took
 // Floors: what is measured beside it, in the same unit.
 //   memcpy    of as many bytes, by two threads, one call each
 //   memcpy_tensors  the same, one call for each tensor: where the C library
@@ -59,6 +61,7 @@ DEFINE_int64(tensor_bytes, int64_t{32} << 20, "Size of its tensors.");
 DEFINE_string(replica, "r1", "Name of the replica.");
 DEFINE_bool(stay, false,
             "Stay until SIGTERM instead of the end of the standard input.");
+DEFINE_int32(copy_threads, 0, "Of the worker; 0: the library's choice.");
 DEFINE_int32(sink_port, 0, "Port of the sink of plain sockets; 0: none.");
 
 // Trainer.
@@ -66,7 +69,12 @@ DEFINE_string(bench, "", "Name of the benchmark in what is printed.");
 DEFINE_int32(replicas, 1, "How many replicas to wait for.");
 DEFINE_int32(warm_up, 2, "Updates that are not counted.");
 DEFINE_int32(runs, 5, "Updates that are counted.");
-DEFINE_string(value, "applied", "\"applied\", \"transfer\" or \"seconds\".");
+DEFINE_string(
+    value, "applied",
+    "\"applied\", \"transfer\", \"seconds\", \"pause\" or \"stall\".");
+DEFINE_bool(stream, false,
+            "UPDATE_MODE_STREAM and PUBLISH_MODE_IN_PLACE, with "
+            "allow_no_recovery.");
 DEFINE_string(floor, "memcpy",
               "\"memcpy\", \"memcpy_tensors\" or \"sockets\".");
 DEFINE_string(sink, "", "\"host:port\" of the sink of plain sockets.");
@@ -114,6 +122,7 @@ absl::Status RunWorker() {
   worker_options.replica = FLAGS_replica;
   worker_options.incarnation = incarnation;
   worker_options.client = "product_bench";
+  worker_options.copy_threads = FLAGS_copy_threads;
   absl::StatusOr<std::unique_ptr<client::Worker>> worker =
       client::Worker::Start(worker_options, MakeTensors(memory.data()));
   if (!worker.ok()) return worker.status();
@@ -171,11 +180,21 @@ absl::Status WaitForReplicas(v1::AdminService::Stub* admin) {
       serving, " of ", FLAGS_replicas, " replicas serve the model"));
 }
 
+bool InSeconds() {
+  return FLAGS_value == "seconds" || FLAGS_value == "pause" ||
+         FLAGS_value == "stall";
+}
+
 // One update, and what was taken of it in the unit of the benchmark.
 absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
   const absl::Time start = absl::Now();
-  absl::StatusOr<client::PublishResult> published =
-      trainer->Publish(client::PublishOptions());
+  client::PublishOptions options;
+  if (FLAGS_stream) {
+    options.update.set_update_mode(v1::UPDATE_MODE_STREAM);
+    options.update.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+    options.update.set_allow_no_recovery(true);
+  }
+  absl::StatusOr<client::PublishResult> published = trainer->Publish(options);
   if (!published.ok()) return published.status();
   absl::StatusOr<v1::Version> version = trainer->Wait(*published, kPatience);
   if (!version.ok()) return version.status();
@@ -188,8 +207,12 @@ absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
     if (phase.phase() == "transfer") transfer = FromProto(phase.measured());
   }
   absl::Time applied = start;
+  absl::Time paused = absl::InfiniteFuture();
+  absl::Time resumed = start;
   for (const v1::ReplicaTimes& replica : version->replicas()) {
     applied = std::max(applied, FromProto(replica.applied_time()));
+    paused = std::min(paused, FromProto(replica.paused_time()));
+    resumed = std::max(resumed, FromProto(replica.resumed_time()));
   }
   if (FLAGS_verbose) {
     std::fprintf(stderr, "%s: stall %.3f s, copy %.3f s, applied %.3f s",
@@ -203,14 +226,16 @@ absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
     }
     std::fprintf(stderr, "\n");
   }
-  const absl::Duration time =
-      FLAGS_value == "applied" ? applied - start : transfer;
+  absl::Duration time = transfer;
+  if (FLAGS_value == "applied") time = applied - start;
+  if (FLAGS_value == "pause") time = resumed - paused;
+  if (FLAGS_value == "stall") time = published->stall;
   if (time <= absl::ZeroDuration()) {
     return absl::InternalError(
         absl::StrCat(version->name(), " says nothing of its times"));
   }
   const double seconds = absl::ToDoubleSeconds(time);
-  return FLAGS_value == "seconds" ? seconds : FLAGS_bytes / seconds / 1e9;
+  return InSeconds() ? seconds : FLAGS_bytes / seconds / 1e9;
 }
 
 absl::StatusOr<double> MeasureFloor(const WarmMemory& source,
@@ -232,7 +257,7 @@ absl::StatusOr<double> MeasureFloor(const WarmMemory& source,
     }
   }
   const double seconds = absl::ToDoubleSeconds(best);
-  return FLAGS_value == "seconds" ? seconds : FLAGS_bytes / seconds / 1e9;
+  return InSeconds() ? seconds : FLAGS_bytes / seconds / 1e9;
 }
 
 double Median(std::vector<double> values) {
@@ -293,7 +318,7 @@ absl::Status RunTrainer() {
     floors.push_back(*floor);
     ratios.push_back(*value / *floor);
   }
-  const char* unit = FLAGS_value == "seconds" ? "s" : "GB/s";
+  const char* unit = InSeconds() ? "s" : "GB/s";
   std::printf(
       "{\"bench\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %.4f, "
       "\"floor_unit\": \"%s %s\", \"ratio\": %.4f, \"runs\": %zu}\n",

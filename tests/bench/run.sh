@@ -4,6 +4,12 @@
 #
 # Usage: tests/bench/run.sh [NAME ...] [--json] [--smoke] [--runs N] [--verbose]
 #   NAME      same_node_stage  publish to applied on one node, 1 GiB: GB/s over memcpy
+#             same_node_stream the same with STREAM and IN_PLACE: the worker copies straight from
+#                              the trainer's memory, 2 threads
+#             pause            how long a replica stands still for a STAGE update on one node, 1 GiB:
+#                              seconds over memcpy
+#             stall            how long a snapshot keeps the trainer from its work, 1 GiB: seconds
+#                              over memcpy
 #             same_node_stage_tensors  the same with tensors of 8 MiB: over memcpy, a call a tensor
 #             one_hop          first byte to VERIFIED between two network namespaces, 1 GiB:
 #                              GB/s over plain sockets
@@ -23,9 +29,10 @@ set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 . tests/bench/netns.sh
-readonly ALL=(same_node_stage same_node_stage_tensors daemon_memory one_hop fanout_1 fanout_2 fanout_4
+readonly ALL=(same_node_stage same_node_stage_tensors same_node_stream pause stall
+  daemon_memory one_hop fanout_1 fanout_2 fanout_4
   plan_deepseek plan_growth replan)
-readonly SMOKE=(same_node_stage daemon_memory one_hop fanout_2 plan_growth)
+readonly SMOKE=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_2 plan_growth)
 readonly PORT=7670
 readonly SINK_PORT=7000
 
@@ -208,6 +215,18 @@ same_node_stage() {
   fi
 }
 
+# One value of updates on one node: `one_node NAME BYTES VALUE [FLAG ...]`.
+one_node() {
+  local name=$1 bytes=$2 value=$3
+  shift 3
+  open_stdin &&
+    start_daemon 0 $((bytes * 7 / 2)) &&
+    start_worker 0 --bytes="$bytes" --copy_threads=2 &&
+    worker_ready 0 0 &&
+    trainer --bench="$name" --bytes="$bytes" --runs="${runs:-5}" --value="$value" \
+      --floor=memcpy "$@"
+}
+
 same_node_stage_tensors() {
   local bytes=$1 size=--tensor_bytes=$((8 << 20))
   open_stdin &&
@@ -268,6 +287,8 @@ for name in "${names[@]}"; do
       same_node_stage "${sizes[0]}" "$(wants same_node_stage && echo 1)" \
         "$(wants daemon_memory && echo 1)"
       ;;
+    same_node_stream) one_node "$name" "${sizes[0]}" applied --stream ;;
+    pause | stall) one_node "$name" "${sizes[0]}" "$name" ;;
     same_node_stage_tensors)
       same_node_stage_tensors "${sizes[0]}"
       ;;
