@@ -22,7 +22,7 @@ using testing::MakeParam;
 using testing::On;
 using testing::PlainNodes;
 
-struct Setup {
+struct Planned {
   Catalog catalog;
   PlanCluster cluster;
   UpdateLayout layout;
@@ -30,13 +30,13 @@ struct Setup {
 
 // `ranks` ranks hold one tensor by rows; ranks and workers lie on any of
 // `nodes` nodes. Workers want all of it, or a half.
-Setup Random(std::mt19937* random, int nodes, int ranks, int workers) {
+Planned Random(std::mt19937* random, int nodes, int ranks, int workers) {
   const auto pick = [random](int n) {
     return static_cast<int>((*random)() % static_cast<unsigned>(n));
   };
-  Setup setup;
+  Planned planned;
   const int64_t rows = 4 * ranks;
-  setup.catalog = *Catalog::Create({MakeParam("w", {rows, 16})});
+  planned.catalog = *Catalog::Create({MakeParam("w", {rows, 16})});
   const Dims shape = {rows, 16};
   std::vector<SourceRank> sources;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -44,29 +44,29 @@ Setup Random(std::mt19937* random, int nodes, int ranks, int workers) {
     sources.push_back(
         {rank, node,
          MakeBoxList({On(0, SliceBox(shape, 0, 4 * rank, 4 * rank + 4))})});
-    setup.cluster.rank_nodes.push_back(node);
+    planned.cluster.rank_nodes.push_back(node);
   }
   for (int w = 0; w < workers; ++w) {
-    BoxListRef boxes = Everything(setup.catalog);
+    BoxListRef boxes = Everything(planned.catalog);
     const int half = pick(3);
     if (half < 2) {
       boxes = MakeBoxList({On(0, SliceBox(shape, 1, 8 * half, 8 * half + 8))});
     }
-    setup.cluster.workers.push_back({w, pick(nodes), boxes});
-    setup.cluster.worker_ids.emplace_back(w, 0);
+    planned.cluster.workers.push_back({w, pick(nodes), boxes});
+    planned.cluster.worker_ids.emplace_back(w, 0);
   }
-  setup.cluster.nodes = PlainNodes(nodes);
-  setup.cluster.counts.sharding = TrainingSharding::kFsdp;
-  setup.cluster.counts.training_gpus = ranks;
-  setup.cluster.counts.inference_replicas = workers;
-  setup.cluster.counts.inference_tp = 1;
-  setup.layout =
-      *BuildLayout(setup.catalog, sources, setup.cluster.workers, 64);
-  return setup;
+  planned.cluster.nodes = PlainNodes(nodes);
+  planned.cluster.counts.sharding = TrainingSharding::kFsdp;
+  planned.cluster.counts.training_gpus = ranks;
+  planned.cluster.counts.inference_replicas = workers;
+  planned.cluster.counts.inference_tp = 1;
+  planned.layout =
+      *BuildLayout(planned.catalog, sources, planned.cluster.workers, 64);
+  return planned;
 }
 
 // What every policy promises, whatever lies where.
-void ExpectSound(const Setup& setup, const PolicyPlan& plan) {
+void ExpectSound(const Planned& planned, const PolicyPlan& plan) {
   std::map<std::pair<uint32_t, int32_t>, int> arrivals;
   std::set<std::pair<uint32_t, int32_t>> gathered;
   for (const auto* flows : {&plan.flows.gather, &plan.flows.flows}) {
@@ -74,7 +74,7 @@ void ExpectSound(const Setup& setup, const PolicyPlan& plan) {
       ASSERT_FALSE(flow.chain.empty());
       int64_t bytes = 0;
       for (uint32_t b : flow.buckets) {
-        bytes += setup.layout.bucket(b).bytes;
+        bytes += planned.layout.bucket(b).bytes;
         for (int32_t node : flow.chain) {
           ++arrivals[{b, node}];
           ASSERT_NE(node, flow.source_node);
@@ -87,24 +87,24 @@ void ExpectSound(const Setup& setup, const PolicyPlan& plan) {
   for (const auto& arrival : arrivals) {
     EXPECT_EQ(arrival.second, 1)
         << "bucket " << arrival.first.first << " to " << arrival.first.second;
-    EXPECT_NE(setup.layout.bucket(arrival.first.first).source_node,
+    EXPECT_NE(planned.layout.bucket(arrival.first.first).source_node,
               arrival.first.second)
         << "its owner was sent it";
   }
-  for (uint32_t b = 0; b < setup.layout.bucket_count(); ++b) {
-    const int32_t owner = setup.layout.bucket(b).source_node;
-    for (int32_t node : setup.layout.need_nodes(b)) {
+  for (uint32_t b = 0; b < planned.layout.bucket_count(); ++b) {
+    const int32_t owner = planned.layout.bucket(b).source_node;
+    for (int32_t node : planned.layout.need_nodes(b)) {
       EXPECT_TRUE(node == owner || arrivals.count({b, node}) > 0);
     }
   }
   for (const Flow& flow : plan.flows.gather) {
     for (uint32_t b : flow.buckets) {
-      EXPECT_EQ(setup.layout.bucket(b).source_node, flow.source_node);
+      EXPECT_EQ(planned.layout.bucket(b).source_node, flow.source_node);
     }
   }
   for (const Flow& flow : plan.flows.flows) {
     for (uint32_t b : flow.buckets) {
-      EXPECT_TRUE(setup.layout.bucket(b).source_node == flow.source_node ||
+      EXPECT_TRUE(planned.layout.bucket(b).source_node == flow.source_node ||
                   gathered.count({b, flow.source_node}) > 0)
           << "node " << flow.source_node << " has no bucket " << b;
     }
@@ -115,14 +115,14 @@ TEST(PlanPolicyTest, ThousandsOfMixedClusters) {
   std::mt19937 random(7);
   for (int i = 0; i < 3000; ++i) {
     const int nodes = 1 + static_cast<int>(random() % 6);
-    const Setup setup = Random(&random, nodes, 1 + random() % 5,
+    const Planned planned = Random(&random, nodes, 1 + random() % 5,
                                1 + static_cast<int>(random() % 6));
     for (Policy policy :
          {Policy::kSharded, Policy::kPaired, Policy::kBroadcast}) {
       const auto plan =
-          PlanPolicy(policy, setup.cluster, setup.layout, Rates());
+          PlanPolicy(policy, planned.cluster, planned.layout, Rates());
       ASSERT_TRUE(plan.ok()) << plan.status();
-      ExpectSound(setup, *plan);
+      ExpectSound(planned, *plan);
       int64_t wire = 0;
       for (const auto* flows : {&plan->flows.gather, &plan->flows.flows}) {
         for (const Flow& flow : *flows) {
@@ -140,9 +140,9 @@ TEST(PlanPolicyTest, ThousandsOfMixedClusters) {
 TEST(ChoosePlanTest, AutoTakesTheCheapestUnlessShardedIsGoodEnough) {
   std::mt19937 random(11);
   for (int i = 0; i < 200; ++i) {
-    const Setup setup = Random(&random, 4, 4, 4);
+    const Planned planned = Random(&random, 4, 4, 4);
     const auto all =
-        ChoosePlan(Policy::kAuto, setup.cluster, setup.layout, Rates());
+        ChoosePlan(Policy::kAuto, planned.cluster, planned.layout, Rates());
     ASSERT_TRUE(all.ok()) << all.status();
     ASSERT_EQ(all->policies.size(), 3u);
     for (const PolicyReport& other : all->policies) {
@@ -150,7 +150,7 @@ TEST(ChoosePlanTest, AutoTakesTheCheapestUnlessShardedIsGoodEnough) {
     }
     // No transfer is infinitely worse than its bound: SHARDED will do.
     const auto one =
-        ChoosePlan(Policy::kAuto, setup.cluster, setup.layout, Rates(), 1e9);
+        ChoosePlan(Policy::kAuto, planned.cluster, planned.layout, Rates(), 1e9);
     ASSERT_TRUE(one.ok()) << one.status();
     EXPECT_EQ(one->plan.policy, Policy::kSharded);
     if (one->plan.cost.lower_bound_seconds > 0) {
@@ -161,40 +161,40 @@ TEST(ChoosePlanTest, AutoTakesTheCheapestUnlessShardedIsGoodEnough) {
 
 TEST(ChoosePlanTest, TheCostOfEveryPolicyIsThatOfTheSimulation) {
   // Large buckets over slow links: latencies do not count.
-  Setup setup;
-  setup.catalog = *Catalog::Create({MakeParam("w", {4096, 4096})});
+  Planned planned;
+  planned.catalog = *Catalog::Create({MakeParam("w", {4096, 4096})});
   std::vector<SourceRank> sources;
   for (int rank = 0; rank < 4; ++rank) {
     sources.push_back({rank, rank,
                        MakeBoxList({On(0, SliceBox({4096, 4096}, 0, 1024 * rank,
                                                    1024 * rank + 1024))})});
-    setup.cluster.rank_nodes.push_back(rank);
+    planned.cluster.rank_nodes.push_back(rank);
   }
   for (int w = 0; w < 6; ++w) {
-    setup.cluster.workers.push_back({w, 4 + w, Everything(setup.catalog)});
-    setup.cluster.worker_ids.emplace_back(w, 0);
+    planned.cluster.workers.push_back({w, 4 + w, Everything(planned.catalog)});
+    planned.cluster.worker_ids.emplace_back(w, 0);
   }
-  setup.cluster.nodes = PlainNodes(10);
-  setup.cluster.counts.sharding = TrainingSharding::kFsdp;
-  setup.cluster.counts.training_gpus = 4;
-  setup.cluster.counts.inference_replicas = 6;
-  setup.cluster.counts.inference_tp = 1;
-  setup.layout =
-      *BuildLayout(setup.catalog, sources, setup.cluster.workers, 1 << 20);
+  planned.cluster.nodes = PlainNodes(10);
+  planned.cluster.counts.sharding = TrainingSharding::kFsdp;
+  planned.cluster.counts.training_gpus = 4;
+  planned.cluster.counts.inference_replicas = 6;
+  planned.cluster.counts.inference_tp = 1;
+  planned.layout =
+      *BuildLayout(planned.catalog, sources, planned.cluster.workers, 1 << 20);
   Rates rates;
   rates.link = 125e6;
   for (Policy policy :
        {Policy::kSharded, Policy::kPaired, Policy::kBroadcast}) {
-    const auto plan = PlanPolicy(policy, setup.cluster, setup.layout, rates);
+    const auto plan = PlanPolicy(policy, planned.cluster, planned.layout, rates);
     ASSERT_TRUE(plan.ok()) << plan.status();
     const auto simulated =
-        SimulateTransfer(plan->flows.flows, setup.cluster.nodes, rates);
+        SimulateTransfer(plan->flows.flows, planned.cluster.nodes, rates);
     ASSERT_TRUE(simulated.ok()) << simulated.status();
     EXPECT_NEAR(plan->cost.transfer_seconds / simulated->seconds, 1, 0.1)
         << PolicyName(policy);
     if (plan->flows.gather.empty()) continue;
     const auto gathered =
-        SimulateTransfer(plan->flows.gather, setup.cluster.nodes, rates);
+        SimulateTransfer(plan->flows.gather, planned.cluster.nodes, rates);
     ASSERT_TRUE(gathered.ok()) << gathered.status();
     EXPECT_NEAR(plan->cost.gather_seconds / gathered->seconds, 1, 0.1)
         << PolicyName(policy);
@@ -203,12 +203,12 @@ TEST(ChoosePlanTest, TheCostOfEveryPolicyIsThatOfTheSimulation) {
 
 TEST(ChoosePlanTest, NobodyWhoCouldSendIsRefused) {
   std::mt19937 random(1);
-  Setup setup = Random(&random, 2, 2, 2);
-  setup.cluster.rank_nodes.clear();
+  Planned planned = Random(&random, 2, 2, 2);
+  planned.cluster.rank_nodes.clear();
   for (Policy policy : {Policy::kPaired, Policy::kBroadcast}) {
     EXPECT_EQ(
         ReasonOf(
-            ChoosePlan(policy, setup.cluster, setup.layout, Rates()).status()),
+            ChoosePlan(policy, planned.cluster, planned.layout, Rates()).status()),
         "INVALID_COUNT");
   }
 }

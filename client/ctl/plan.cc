@@ -313,23 +313,25 @@ std::string RenderPlan(const std::string& title,
                        const v1::PlanResponse& response) {
   std::string out =
       absl::StrCat(PolicyText(response.policy()), ": ", title, "\n\n");
-  Table facts({"the update", ""});
   const std::vector<int> senders(response.sender_ranks().begin(),
                                  response.sender_ranks().end());
-  facts.Add({"bytes of the model",
-             absl::StrCat(HumanBytes(response.total_bytes()), " in ",
-                          WithCommas(response.bucket_count()), " buckets")});
-  facts.Add({"over the network", HumanBytes(response.wire_bytes())});
-  facts.Add({"sent by", senders.empty()
-                            ? std::string("nobody")
-                            : absl::StrCat(senders.size(),
-                                           " ranks: ", RangesText(senders))});
-  facts.Add({"most staging on a node",
-             HumanBytes(response.staging_bytes_per_node())});
-  facts.Add({"bound by", response.bound_by()});
-  facts.Add({"lower bound of the transfer",
-             HumanDuration(FromProto(response.lower_bound()))});
-  absl::StrAppend(&out, facts.ToString(), "\n");
+  const std::pair<const char*, std::string> facts[] = {
+      {"bytes of the model",
+       absl::StrCat(HumanBytes(response.total_bytes()), " in ",
+                    WithCommas(response.bucket_count()), " buckets")},
+      {"over the network", HumanBytes(response.wire_bytes())},
+      {"sent by",
+       senders.empty()
+           ? std::string("nobody")
+           : absl::StrCat(senders.size(), " ranks: ", RangesText(senders))},
+      {"most staging on a node", HumanBytes(response.staging_bytes_per_node())},
+      {"bound by", response.bound_by()},
+      {"no transfer is faster than",
+       HumanDuration(FromProto(response.lower_bound()))}};
+  for (const auto& fact : facts) {
+    absl::StrAppendFormat(&out, "%-26s  %s\n", fact.first, fact.second);
+  }
+  out += "\n";
 
   double longest = 0;
   for (const v1::PhaseTime& phase : response.phases()) {
