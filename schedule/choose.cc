@@ -73,7 +73,6 @@ absl::StatusOr<ChosenPlan> ChoosePlan(Policy policy, const PlanCluster& cluster,
                                       const Rates& rates, double good_enough) {
   std::vector<Policy> policies = {policy};
   if (policy == Policy::kAuto) {
-    // Among equals the first wins.
     policies = {Policy::kSharded, Policy::kPaired, Policy::kBroadcast};
   }
   ChosenPlan chosen;
@@ -91,8 +90,8 @@ absl::StatusOr<ChosenPlan> ChoosePlan(Policy policy, const PlanCluster& cluster,
       refused = plan.status();
     }
     chosen.policies.push_back(std::move(report));
-    if (plan.ok() &&
-        (!found || plan->cost.total_seconds < chosen.plan.cost.total_seconds)) {
+    if (plan.ok() && (!found || plan->cost.total_seconds * kWorthChanging <
+                                    chosen.plan.cost.total_seconds)) {
       chosen.plan = *std::move(plan);
       found = true;
     }

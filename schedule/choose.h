@@ -68,8 +68,13 @@ absl::StatusOr<PolicyPlan> PlanPolicy(Policy policy, const PlanCluster& cluster,
                                       const UpdateLayout& layout,
                                       const Rates& rates);
 
-// The same for the cheapest when kAuto is asked for; among equals SHARDED.
-// Under kAuto the others are not weighed when SHARDED's transfer takes at most
+// Under kAuto SHARDED stays unless another policy's total is lower by more than
+// this factor: the model is not better than that, and SHARDED copes best with
+// failures.
+inline constexpr double kWorthChanging = 1.05;
+
+// The same for the cheapest when kAuto is asked for; see kWorthChanging. Under
+// kAuto the others are not weighed when SHARDED's transfer takes at most
 // `good_enough` x the lower bound; 0: they always are.
 absl::StatusOr<ChosenPlan> ChoosePlan(Policy policy, const PlanCluster& cluster,
                                       const UpdateLayout& layout,
