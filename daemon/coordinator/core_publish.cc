@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
+#include "proto/plan.h"
 #include "proto/status.h"
 
 namespace weightsync {
@@ -81,7 +82,10 @@ void SetIndex(v1::Reply* reply, int64_t publish_index) {
 
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config) {
   config->stream = options.update_mode() == v1::UPDATE_MODE_STREAM;
-  config->in_place = options.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
+  config->in_place =
+      options.publish_mode() == v1::PUBLISH_MODE_IN_ v1::DefineLayout input =
+          LayoutInputNow(*model, replicas);
+  ;
   config->latest = options.delivery_policy() == v1::DELIVERY_POLICY_LATEST;
   config->max_unavailable =
       options.commit_policy().has_rolling()
@@ -270,24 +274,7 @@ void CoordinatorCore::SendLayout(const KnownLayout& layout,
 
 absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
     ModelRun* model, std::set<std::string>* replicas) {
-  replicas->clear();
-  for (const auto& entry : model->replicas) {
-    const ReplicaEntry* replica =
-        registry_.FindReplica(model->name, entry.first);
-    if (replica != nullptr && replica->Complete() &&
-        entry.second.machine.Complete() && !Drained(entry.second)) {
-      replicas->insert(entry.first);
-    }
-  }
-  std::map<std::string, std::map<std::string, std::string>> labels;
-  for (const auto& node : nodes_) {
-    for (const auto& label : node.second.hello.labels()) {
-      labels[node.first][label.first] = label.second;
-    }
-  }
-  v1::DefineLayout input = registry_.LayoutInput(model->name, *replicas, labels,
-                                                 options_.bucket_bytes);
-  std::string key = input.SerializeAsString();
+  PLACE std::string key = input.SerializeAsString();
   if (model->layout != nullptr && model->layout_input == key) {
     return model->layout;
   }
@@ -376,6 +363,7 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     EndPrepare(model, Fault());
   }
 
+  Fault plan_fault;
   auto update = std::make_unique<UpdateRun>();
   update->model = model->name;
   update->update_id = options_.random_id();
@@ -427,6 +415,13 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   record.set_bucket_count(
       static_cast<int32_t>(known.layout.plan.bucket_count()));
   record.set_layout_id(known.id());
+  const absl::Status planned =
+      PlanRun(update->options.transfer_policy(), update.get());
+  if (!planned.ok()) {
+    // Before the first byte: the update ends as soon as it runs.
+    plan_fault = Fault(planned.code(), ErrorReason(planned),
+                       std::string(planned.message()));
+  }
   for (const auto& rank : entry->ranks) {
     UpdateRank out;
     out.rank = rank.first;
@@ -453,6 +448,12 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   model->updates.push_back(std::move(update));
   for (const PublishCall& call : publish.waiting) {
     JoinUpdate(model->updates.back().get(), call);
+  }
+  if (!plan_fault.ok()) {
+    UpdateEvent cancel;
+    cancel.kind = UpdateEvent::kCancel;
+    cancel.fault = plan_fault;
+    Post(*model->updates.back(), std::move(cancel));
   }
 }
 
