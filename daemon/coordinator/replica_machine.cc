@@ -48,6 +48,9 @@ class Stepper {
     const bool was_complete = s_.Complete();
     Take(event);
     if (was_complete && !s_.Complete()) {
+      // Whoever wanted something installed gives that up with the replica; when
+      // it is back, what it shall have then is decided anew.
+      s_.target = 0;
       Say(ReplicaAction::kLeft, s_.fault);
     } else if (!was_complete && s_.Complete()) {
       // What is wanted of it is decided now that it is known.
@@ -65,13 +68,14 @@ class Stepper {
         s_.control = true;
         s_.command = 0;
         s_.fenced = false;
-        // An engine that says it runs is believed; one that stands still may
-        // have been paused by a coordinator that is no more.
-        s_.engine = event.paused ? EngineState::kPaused : EngineState::kRunning;
-        if (event.paused) {
-          s_.served_known = false;
-          if (!s_.holders.empty()) Say(ReplicaAction::kPausedNow);
-        }
+        // An engine that says it runs is believed. One that says it stands
+        // still may be in the middle of a hook, or have failed in one: before
+        // anything is written it is asked to pause once more, which costs one
+        // that does stand still nothing.
+        s_.engine =
+            event.paused ? EngineState::kDoubtful : EngineState::kRunning;
+        s_.deadline = now_;
+        if (event.paused) s_.served_known = false;
         return;
       case ReplicaEvent::kControlLeft:
         if (!s_.control) return;
