@@ -50,7 +50,7 @@ class Stepper {
     if (was_complete && !s_.Complete()) {
       // Whoever wanted something installed gives that up with the replica; when
       // it is back, what it shall have then is decided anew.
-      s_.target = 0;
+      ForgetTarget();
       Say(ReplicaAction::kLeft, s_.fault);
     } else if (!was_complete && s_.Complete()) {
       // What is wanted of it is decided now that it is known.
@@ -72,10 +72,17 @@ class Stepper {
         // still may be in the middle of a hook, or have failed in one: before
         // anything is written it is asked to pause once more, which costs one
         // that does stand still nothing.
-        s_.engine =
-            event.paused ? EngineState::kDoubtful : EngineState::kRunning;
-        s_.deadline = now_;
-        if (event.paused) s_.served_known = false;
+        if (event.paused) {
+          s_.engine = EngineState::kDoubtful;
+          s_.deadline = now_;
+          s_.served_known = false;
+        } else {
+          const bool resumed = s_.engine == EngineState::kResuming ||
+                               s_.engine == EngineState::kUnresumed;
+          s_.engine = EngineState::kRunning;
+          // The answer was lost with the stream.
+          if (resumed) Say(ReplicaAction::kResumedNow);
+        }
         return;
       case ReplicaEvent::kControlLeft:
         if (!s_.control) return;
@@ -150,6 +157,7 @@ class Stepper {
         return;
       case ReplicaEvent::kInstall:
         if (s_.target != event.update || s_.fenced) {
+          ForgetTarget();
           s_.target = event.update;
           s_.fenced = false;
           for (ReplicaWorker& worker : s_.workers) {
@@ -161,9 +169,8 @@ class Stepper {
         CheckInstalled();
         return;
       case ReplicaEvent::kForget:
-        s_.target = 0;
+        ForgetTarget();
         s_.fenced = false;
-        for (ReplicaWorker& worker : s_.workers) worker.command = 0;
         return;
       case ReplicaEvent::kFence:
         Fence(event.fault);
@@ -174,9 +181,29 @@ class Stepper {
     }
   }
 
+  // An Apply that nobody waits for any more may still be carried out, and who
+  // has been told of one may write at any moment: until its own word comes the
+  // worker holds a mix, and the replica is not servable.
+  void ForgetTarget() {
+    for (ReplicaWorker& worker : s_.workers) {
+      if (worker.command != 0) {
+        worker.content = WorkerContent{Content::kWriting, s_.target};
+      }
+    }
+    s_.target = 0;
+  }
+
   void Applied(const ReplicaEvent& event) {
     ReplicaWorker& worker = s_.workers[event.worker];
-    if (!worker.present || s_.target == 0 || event.update != s_.target) return;
+    if (!worker.present) return;
+    if (s_.target == 0 && worker.command != 0 &&
+        event.command == worker.command) {
+      // The answer to one that was given up.
+      worker.command = 0;
+      worker.content = event.content;
+      return;
+    }
+    if (s_.target == 0 || event.update != s_.target) return;
     const WorkerContent wanted{Content::kInstalled, s_.target};
     if (worker.content == wanted) return;  // said before
     const bool current =
@@ -268,6 +295,7 @@ class Stepper {
       ReplicaWorker& worker = s_.workers[i];
       if (worker.command == 0 || now_ < worker.deadline) continue;
       worker.command = 0;
+      if (s_.target == 0) continue;  // given up, and held for a mix already
       // It may have begun to write since it last said what it holds.
       worker.content = WorkerContent{Content::kWriting, s_.target};
       ApplyFailed(static_cast<int>(i),

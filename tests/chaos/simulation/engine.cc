@@ -162,7 +162,7 @@ void World::EngineWork(int index) {
   engine.busy = true;
   if (command.pause) engine.word = Engine::kUnsure;
   const Time takes = random_.Chance(odds_.hook_slow)
-                         ? random_.Below(8 * kSecond)
+                         ? random_.Below(6 * kSecond)
                          : random_.Between(kMillisecond, 50 * kMillisecond);
   const bool goes_wrong = random_.Chance(odds_.hook_fails);
   By(&engine, takes, [this, index, command, generation, goes_wrong] {
@@ -181,7 +181,7 @@ void World::EngineWork(int index) {
       engine.running = fails && engine.running && random_.Chance(700);
       if (!fails) engine.word = Engine::kPaused;
     } else if (fails) {
-      engine.word = Engine::kPaused;
+      engine.word = Engine::kUnsure;
     } else {
       engine.running_update = command.update_id;
       engine.word = Engine::kRunning;
@@ -351,7 +351,7 @@ void World::WorkerWork(int index, int w) {
        }
      });
   const Time takes = random_.Chance(odds_.apply_slow)
-                         ? random_.Below(9 * kSecond)
+                         ? random_.Below(6 * kSecond)
                          : random_.Between(kMillisecond, 60 * kMillisecond);
   const bool fails = random_.Chance(odds_.apply_fails);
   By(&worker, takes, [this, index, w, apply, generation, fails] {

@@ -11,7 +11,7 @@ namespace simulation {
 
 Time World::Downtime() {
   return random_.Chance(500) ? random_.Between(10 * kMillisecond, kSecond)
-                             : random_.Between(kSecond, 9 * kSecond);
+                             : random_.Between(kSecond, 6 * kSecond);
 }
 
 void World::PlanFaults() {
@@ -52,13 +52,13 @@ void World::PlanFaults() {
     // Faults that come together find holes that single ones do not.
     const Time at = i > 0 && random_.Chance(500)
                         ? last + random_.Below(300 * kMillisecond)
-                        : kSecond + random_.Below(5 * kSecond);
+                        : kSecond + random_.Below(4 * kSecond);
     last = at;
     quiet_ = std::max(quiet_, at);
     At(at, [this, name] { Inject(name); });
   }
   // Everything that a fault began is over by then.
-  quiet_ += 10 * kSecond;
+  quiet_ += 7 * kSecond;
 }
 
 void World::Stop(Process* process, Time duration) {
@@ -77,7 +77,7 @@ void World::Inject(const std::string& kind) {
   const int r = pick(ranks_.size());
   const Time silence = absl::ToInt64Microseconds(options_.heartbeat_timeout);
   // How long something stands still.
-  const Time pause = random_.Between(500 * kMillisecond, 9 * kSecond);
+  const Time pause = random_.Between(500 * kMillisecond, 6 * kSecond);
 
   if (kind == "coordinator_crash") {
     if (coordinator_ != nullptr) CrashCoordinator(Downtime());
@@ -91,12 +91,12 @@ void World::Inject(const std::string& kind) {
     for (const Node& node : nodes_) {
       if (node.cluster_id.empty()) return;
     }
-    CrashCoordinator(20 * kSecond);
+    CrashCoordinator(10 * kSecond);
     const int life = host_.life;
     After(Downtime() / 4, [this, life] {
       if (host_.life == life) StartCoordinator(/*impostor=*/true);
     });
-    After(4 * kSecond, [this] {
+    After(3 * kSecond, [this] {
       if (impostor_) CrashCoordinator(random_.Below(kSecond));
     });
   } else if (kind == "node_crash") {
@@ -139,7 +139,7 @@ void World::Inject(const std::string& kind) {
       After(random_.Between(50 * kMillisecond, 3 * kSecond), [this, e, life] {
         if (engines_[e].life == life) CrashEngine(e);
       });
-      After(random_.Between(3 * kSecond, 9 * kSecond), [this, e] {
+      After(random_.Between(3 * kSecond, 6 * kSecond), [this, e] {
         if (!engines_[e].up) StartEngine(e);
       });
       return;

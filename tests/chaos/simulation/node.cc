@@ -193,7 +193,8 @@ void World::NodeBeat(int index, int life) {
   Node& node = nodes_[index];
   if (node.life != life) return;
   if (node.link != nullptr) {
-    if (now_ - node.link->last_heard > 4 * kSecond) {
+    if (now_ - node.link->last_heard >
+        absl::ToInt64Microseconds(options_.heartbeat_timeout)) {
       LinkClosed(index, node.link);
     } else if (node.link->welcomed) {
       v1::NodeReport report;
@@ -413,7 +414,7 @@ void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
     }
   }
   const Time takes = random_.Chance(odds_.move_fails)
-                         ? random_.Below(6 * kSecond)
+                         ? random_.Below(4 * kSecond)
                          : random_.Below(30 * kMillisecond);
   By(&node, takes, [this, index, id, epoch = prepare.epoch()] {
     Node& node = nodes_[index];

@@ -69,17 +69,17 @@ Time World::LocalDelay(Time* last) {
 void World::Build() {
   options_.coordinator_node = "n0";
   options_.random_id = [this] { return absl::StrCat("u", next_id_++); };
-  options_.gather_timeout = absl::Seconds(8);
-  options_.prepare_timeout = absl::Seconds(4);
-  options_.progress_timeout = absl::Seconds(3);
-  options_.pause_timeout = absl::Seconds(5);
-  options_.apply_timeout = absl::Seconds(5);
-  options_.resume_timeout = absl::Seconds(4);
-  options_.publish_timeout = absl::Seconds(12);
+  options_.gather_timeout = absl::Seconds(6);
+  options_.prepare_timeout = absl::Seconds(3);
+  options_.progress_timeout = absl::Seconds(2);
+  options_.pause_timeout = absl::Seconds(4);
+  options_.apply_timeout = absl::Seconds(4);
+  options_.resume_timeout = absl::Seconds(3);
+  options_.publish_timeout = absl::Seconds(9);
   options_.heartbeat_interval = absl::Seconds(1);
-  options_.heartbeat_timeout = absl::Seconds(4);
-  options_.node_reconnect_grace = absl::Seconds(3);
-  options_.recovery_timeout = absl::Seconds(8);
+  options_.heartbeat_timeout = absl::Seconds(3);
+  options_.node_reconnect_grace = absl::Seconds(2);
+  options_.recovery_timeout = absl::Seconds(6);
 
   named_versions_ = random_.Chance(odds_.named_versions);
   evict_stragglers_ = random_.Chance(odds_.evict_stragglers);
@@ -205,7 +205,7 @@ void World::CheckRound() {
       return;
     }
   }
-  After(random_.Between(10 * kMillisecond, 800 * kMillisecond),
+  After(random_.Between(10 * kMillisecond, 1500 * kMillisecond),
         [this] { Round(); });
 }
 
