@@ -149,6 +149,15 @@ class Stepper {
         s_.holders.erase(
             std::remove(s_.holders.begin(), s_.holders.end(), event.holder),
             s_.holders.end());
+        // What it was held for is not wanted any more either, if it is not
+        // there.
+        if (s_.target != 0 && s_.target == event.holder.update &&
+            std::none_of(s_.holders.begin(), s_.holders.end(),
+                         [&](const Holder& holder) {
+                           return holder.update == s_.target;
+                         })) {
+          ForgetTarget();
+        }
         if (!s_.holders.empty() || !s_.Servable()) {
           Say(ReplicaAction::kStillHeld);
         } else if (s_.engine == EngineState::kRunning) {
@@ -249,7 +258,13 @@ class Stepper {
     if (s_.fenced) return;
     s_.fenced = true;
     s_.fault = fault;
-    for (ReplicaWorker& worker : s_.workers) worker.command = 0;
+    for (ReplicaWorker& worker : s_.workers) {
+      if (worker.command != 0) {
+        // As in ForgetTarget.
+        worker.content = WorkerContent{Content::kWriting, s_.target};
+      }
+      worker.command = 0;
+    }
     ReplicaAction action;
     action.kind = ReplicaAction::kFenced;
     action.update = s_.target;

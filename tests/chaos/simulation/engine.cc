@@ -57,11 +57,14 @@ void World::CrashEngine(int index) {
   engine.up = false;
   engine.running = false;
   EndControl(index, /*client_sees=*/false);
+  // A registration that was on its way ends with its socket.
+  engine.generation = next_generation_++;
   for (size_t w = 0; w < engine.workers.size(); ++w) {
     Worker& worker = engine.workers[w];
     ++worker.life;
     worker.up = false;
     EndWorker(index, static_cast<int>(w), /*client_sees=*/false);
+    worker.generation = next_generation_++;
   }
 }
 

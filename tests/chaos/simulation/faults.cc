@@ -135,6 +135,7 @@ void World::Inject(const std::string& kind) {
       worker.up = false;
       Trace(engines_[e].name, " worker ", w, " dies");
       EndWorker(e, w, /*client_sees=*/false);
+      worker.generation = next_generation_++;
       const int life = engines_[e].life;
       After(random_.Between(50 * kMillisecond, 3 * kSecond), [this, e, life] {
         if (engines_[e].life == life) CrashEngine(e);

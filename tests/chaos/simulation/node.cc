@@ -548,7 +548,7 @@ void World::OnApply(int index, const v1::ApplyWorker& apply) {
     return ApplyRefused(apply, "WORKER_LOST", nullptr);
   }
   // The plan is made and the bytes are looked up behind other commands.
-  By(&nodes_[index], random_.Between(100, 5000),
+  By(&nodes_[index], LocalDelay(&nodes_[index].last_data),
      [this, index, e, w, apply, generation = worker.generation] {
        Worker& worker = engines_[e].workers[w];
        if (!worker.open || worker.generation != generation) return;

@@ -122,6 +122,8 @@ class World {
     std::set<std::string> ended;
     std::set<std::string> layouts;
     std::map<int, v1::RankSnapshotted> snapshots;
+    // Of the loop that works on layouts and bytes, in order.
+    Time last_data = 0;
     int64_t losses = 0;
   };
 
