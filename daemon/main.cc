@@ -62,8 +62,10 @@ int main(int argc, char** argv) {
   absl::StatusOr<std::unique_ptr<weightsync::daemon::Daemon>> daemon =
       weightsync::daemon::Daemon::Start(*options);
   if (!daemon.ok()) {
-    if (absl::IsInvalidArgument(daemon.status()))
+    if (absl::IsInvalidArgument(daemon.status()) ||
+        weightsync::ErrorReason(daemon.status()) == "INSECURE_REQUIRED") {
       return Fail(kWrongFlags, daemon.status());
+    }
     return Fail(absl::IsAlreadyExists(daemon.status()) ? kInUse : kNotStarted,
                 daemon.status());
   }

@@ -44,6 +44,9 @@ struct Deadlines {
   absl::Duration shutdown = absl::Seconds(3);
 };
 
+// Smaller buckets would be all bookkeeping.
+inline constexpr int64_t kMinBucketBytes = 4096;
+
 struct Options {
   // 1 to 63 of [a-z0-9._-].
   std::string node;
