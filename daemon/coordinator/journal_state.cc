@@ -101,6 +101,12 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       state->lost_evidence = record.lost().evidence();
       return;
 
+    case JournalRecord::kStreamBegun:
+    case JournalRecord::kHoldPlaced:
+    case JournalRecord::kHoldReleased:
+    case JournalRecord::kNodeDrained:
+    case JournalRecord::kVersionDeleted:
+    case JournalRecord::kAdopted:
     case JournalRecord::RECORD_NOT_SET:
       // Of a later release: what it does not change here it may ignore.
       return;
