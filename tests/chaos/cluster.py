@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 from tests.chaos import journal
@@ -140,7 +141,6 @@ class Engine:
                 f"--incarnation={self.replica}-{self.incarnation}",
             ]
             if kind == "control":
-                # Most engines wait for weights; some serve what they loaded by themselves.
                 flags.append(f"--paused={'true' if paused() else 'false'}")
             return argv + flags + cluster.chaos_flags(name)
 
@@ -169,6 +169,11 @@ class Cluster:
         self.ranks = []
         self.daemons = {}
         self.restarts = 0
+        # Who is where; the run fills it.
+        self.source = 0
+        self.receivers = []
+        self.joining_node = 0
+        self.joined_before = False
         self._events = []
         self._tie = itertools.count()
         self._files = {}
@@ -179,9 +184,7 @@ class Cluster:
         self._socket.setblocking(False)
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)
-        if network:
-            self._ports = {}
-        else:
+        if not network:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self._port = probe.getsockname()[1]
@@ -204,10 +207,12 @@ class Cluster:
     def coordinator_address(self):
         return f"{self.network.address(0)}:7670" if self.network else f"127.0.0.1:{self._port}"
 
-    def add_node(self, node):
-        """A host with a daemon; node 0 coordinates."""
+    def add_host(self, node):
         if self.network:
             self.network.add(node)
+
+    def add_node(self, node):
+        """The daemon of a host; that of host 0 coordinates."""
         name = f"n{node}"
         state = self.state_dir(node)
         os.makedirs(state, exist_ok=True)
@@ -281,6 +286,21 @@ class Cluster:
         if node not in self._cgroups:
             self._cgroups[node] = self._memory.group(f"n{node}")
         return self._cgroups[node]
+
+    def starts_paused(self):
+        """Most engines wait for weights; some serve what they loaded by themselves."""
+        return self.rng.random() < 0.75
+
+    def start_balloon(self, node):
+        """A process of that node's control group that takes memory until the kernel ends one."""
+        group = self.cgroup_of(node)
+        subprocess.Popen(
+            [sys.executable, "-c", "b = []\nwhile len(b) < 64: b.append(bytearray(1 << 20))"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=group.enter,
+        )
 
     def tell(self, name, command):
         try:
