@@ -3,6 +3,7 @@
 
 Usage: count_results.py bazel EVENTS.json   (--build_event_json_file of `bazel test`)
        count_results.py junit RESULTS.xml   (pytest --junit-xml)
+       count_results.py chaos RUN.json      (tests/chaos/run.sh --json)
 Prints `PASSED FAILED SKIPPED` on stdout, and what failed on stderr.
 """
 

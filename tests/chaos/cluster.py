@@ -177,6 +177,7 @@ class Cluster:
         self._events = []
         self._tie = itertools.count()
         self._files = {}
+        self._early = []
         self.on_line = lambda line: None
         self.on_hit = lambda hit: None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -359,8 +360,13 @@ class Cluster:
     # ---- logs ----
 
     def read_logs(self):
-        """Hands on what was logged since the last call, in the order of time."""
-        lines = []
+        """Hands on what was logged since the last call, in the order of time.
+
+        What was logged while the files were being read waits for the next call: its cause may stand
+        in a file that had been read before.
+        """
+        began = time.monotonic_ns()
+        lines = self._early
         for name in os.listdir(self.dir):
             if not name.endswith(".jsonl"):
                 continue
@@ -374,7 +380,8 @@ class Cluster:
             self._files[name] = (offset + len(data), parts.pop())
             lines += [json.loads(part) for part in parts]
         lines.sort(key=lambda line: line["t"])
-        for line in lines:
+        self._early = [line for line in lines if line["t"] >= began]
+        for line in lines[: len(lines) - len(self._early)]:
             self.on_line(line)
 
     def read_journal(self):

@@ -80,8 +80,8 @@ class Fault:
 
     # The next version takes the number of the one that was hit, if that was aborted.
     republish = False
-    # Publishes while the fault lasts, with on_straggler = EVICT.
-    publish_meanwhile = 0
+    # Words of the publishes while the fault lasts.
+    meanwhile = {}
 
     def describe(self):
         return ""
@@ -381,7 +381,7 @@ class HangInApply(Fault):
 class StopInApply(Fault):
     """A worker's process is stopped in apply and continued when its slot has been used again."""
 
-    publish_meanwhile = 3
+    meanwhile = {"evict": True}
 
     def trigger(self):
         self.target = targets(self.cluster, self.rng, "worker")

@@ -85,20 +85,17 @@ class Network:
             )
 
     def _drop(self, node, table, rule):
-        script = (
-            f"table inet {table} {{ chain in {{ type filter hook input priority 0; {rule} }} }}"
-        )
+        hook = "type filter hook input priority 0;"
+        script = f"table inet {table} {{ chain incoming {{ {hook} {rule}; }}; }}"
         _run("ip", "netns", "exec", self._name(node), "nft", script)
 
     def lossy(self, node, percent):
-        self._drop(
-            node, "loss", f'iif "eth0" numgen random mod 100 < {percent} drop;'
-        )
+        self._drop(node, "loss", f'iif "eth0" numgen random mod 100 < {percent} drop')
 
     def cut_edge(self, node, peer):
         """Neither hears the other any more; everybody else hears both."""
         for a, b in ((node, peer), (peer, node)):
-            self._drop(a, "edge", f"ip saddr {self.address(b)} drop;")
+            self._drop(a, "edge", f"ip saddr {self.address(b)} drop")
 
     def heal_rules(self, node):
         _run("ip", "netns", "exec", self._name(node), "nft", "flush ruleset", check=False)

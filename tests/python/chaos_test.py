@@ -213,7 +213,7 @@ def run(tmp_path):
     # Unix sockets have short names.
     here = chaos.Run(arguments, 0, str(tmp_path)[:60], programs, None, False)
     try:
-        here.start()
+        assert here.start()
         yield here
     finally:
         here.destroy()
