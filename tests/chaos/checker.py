@@ -48,7 +48,9 @@ class Checker:
         # replica -> (content, line) of the last step
         self.serving = {}
         self._rollback_floor = None
+        # Steps that engines took; those of which no line tells saw what the one before saw.
         self.steps = 0
+        self._steps_of = {}
 
     def commits(self, commits):
         """What a journal holds; may be called again and again."""
@@ -112,9 +114,11 @@ class Checker:
             self._report(EARLY, line, f"update {line['update']} is written before its commit is")
 
     def _on_step(self, line):
-        self.steps += 1
         identity = self._identity[line["who"]]
         replica, incarnation = identity["replica"], identity["incarnation"]
+        engine = (replica, incarnation)
+        self.steps += line["step"] - self._steps_of.get(engine, 0)
+        self._steps_of[engine] = line["step"]
         count = identity["workers"]
         contents = []
         for index, worker in enumerate(line["workers"]):

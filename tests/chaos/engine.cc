@@ -279,7 +279,7 @@ void ControlProcess::Serve() {
   nlohmann::json last;
   absl::Time logged;
   for (int64_t number = 1;; ++number) {
-    nlohmann::json line = {{"ev", "step"}};
+    nlohmann::json line = {{"ev", "step"}, {"step", number}};
     bool changed;
     {
       absl::MutexLock lock(&mutex_);

@@ -1,6 +1,7 @@
 """The chaos run's judge: what it must find, in made-up logs and in planted faults of a live cluster."""
 
 import argparse
+import itertools
 import pathlib
 import struct
 import sys
@@ -22,6 +23,7 @@ class Logs:
     def __init__(self):
         self.checker = checker.Checker()
         self.now = 0
+        self.steps = itertools.count(1)
         for content in range(1, 9):
             self(
                 "t0",
@@ -62,6 +64,7 @@ class Logs:
         self(
             "c",
             ev="step",
+            step=next(self.steps),
             began=self.now + 1,
             update=f"u{told or first}",
             version=told or first,
@@ -90,7 +93,8 @@ def test_a_clean_history_is_clean(logs):
     logs.step(0)
     logs.step(2)
     assert logs.found() == []
-    assert logs.checker.steps == 4
+    # Of the second incarnation the third step is the first of which a line tells.
+    assert logs.checker.steps == 6
 
 
 def test_two_updates_in_two_workers(logs):
