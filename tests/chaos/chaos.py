@@ -219,29 +219,30 @@ class Run:
     def recover(self, bound, version=None):
         """Publishes until every living replica serves something published in here."""
         self._found = []
-        began = time.monotonic()
+        now = self.cluster.now
+        began = now()
         self._began = time.monotonic_ns()
-        while time.monotonic() - began < bound:
-            published = time.monotonic()
+        while now() - began < bound:
+            published = now()
             content = self.publish(version, **self.options())
             version = None
             # Its calls end, or a replica is late; then there is another one.
-            left = bound - (time.monotonic() - began)
+            left = bound - (now() - began)
             self.cluster.run_until(
                 lambda: self.ended(content) or self.served_by_all(content), min(9, left)
             )
             well = [self._outcomes[content].get(rank.name) for rank in self.cluster.ranks]
             grace = 2 if all(well) else 0.05
             if self.cluster.run_until(lambda: self.served_by_all(content), min(grace, left)):
-                now = time.monotonic()
+                ended = now()
                 # Of an update that nothing disturbs.
-                self._usual = min(2 * self._usual, 0.7 * self._usual + 0.3 * (now - published))
-                return True, now - began
+                self._usual = min(2 * self._usual, 0.7 * self._usual + 0.3 * (ended - published))
+                return True, ended - began
         return False, bound
 
     def trial(self, number, kind):
         trial = Trial(number, kind)
-        cluster, rng = self.cluster, self.rng
+        cluster, rng, now = self.cluster, self.rng, self.cluster.now
         fault = faults.KINDS[kind](cluster, rng)
         self._hit = None
         self._armed = number * 1000 + 1
@@ -249,14 +250,14 @@ class Run:
         if trigger:
             name, point, skip = trigger
             cluster.tell(name, {"cmd": "arm", "id": self._armed, "point": point, "skip": skip})
-        began = time.monotonic()
+        began = now()
         strike_after = None if trigger else rng.uniform(0, 1.1 * self._usual)
         content = self.publish(**self.options())
         version = self.version
 
         def due():
             if strike_after is not None:
-                return time.monotonic() - began >= strike_after
+                return now() - began >= strike_after
             return self._hit is not None or self.ended(content)
 
         cluster.run_until(due, 5)
@@ -272,12 +273,12 @@ class Run:
                 cluster.tell(name, {"cmd": "disarm"})
         if lasts is not None:
             # The trainer does not know, and goes on.
-            over = time.monotonic() + lasts
-            while time.monotonic() < over:
+            over = now() + lasts
+            while now() < over:
                 cluster.run_until(
-                    lambda: self.ended(content) or time.monotonic() >= over, lasts
+                    lambda: self.ended(content) or now() >= over, lasts
                 )
-                if time.monotonic() < over and not fault.republish:
+                if now() < over and not fault.republish:
                     content = self.publish(**{**self.options(), **fault.meanwhile})
             fault.heal()
         ok, trial.recovery = self.recover(BOUND, version if fault.republish else None)

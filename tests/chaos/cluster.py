@@ -5,10 +5,9 @@ One thread: everything happens in Cluster.tick().
 """
 
 import ctypes
-import heapq
-import itertools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -41,6 +40,12 @@ DEADLINES = {
     "wait_timeout": "20s",
     "shutdown_timeout": "1s",
 }
+
+
+class Log:
+    def __init__(self):
+        self.file = None
+        self.rest = b""
 
 
 class Process:
@@ -174,9 +179,9 @@ class Cluster:
         self.receivers = []
         self.joining_node = 0
         self.joined_before = False
-        self._events = []
-        self._tie = itertools.count()
-        self._files = {}
+        self._now = 0.0
+        self._last_look = time.monotonic()
+        self._logs = {}
         self._early = []
         self.on_line = lambda line: None
         self.on_hit = lambda hit: None
@@ -203,6 +208,8 @@ class Cluster:
     def add_process(self, name, kind, node, argv):
         process = Process(self, name, kind, node, argv)
         self.processes[name] = process
+        # Of all that ever were.
+        self._logs.setdefault(name, Log())
         return process
 
     def coordinator_address(self):
@@ -311,22 +318,27 @@ class Cluster:
 
     # ---- time ----
 
-    def at(self, delay, action):
-        """Runs `action` after so many seconds, in tick()."""
-        heapq.heappush(self._events, (time.monotonic() + delay, next(self._tie), action))
+    def now(self):
+        """Seconds, of which those do not count in which the machine ran something else.
+
+        A tick takes some hundredths of a second. Where it takes many times as long the processes of
+        the cluster wait for a processor too, and no time-out of theirs or of the run means anything.
+        """
+        real = time.monotonic()
+        self._now += min(real - self._last_look, 0.1)
+        self._last_look = real
+        return self._now
 
     def run_until(self, condition, seconds):
-        deadline = time.monotonic() + seconds
+        deadline = self.now() + seconds
         while not condition():
-            if time.monotonic() >= deadline:
+            if self.now() >= deadline:
                 return False
             self.tick()
         return True
 
-    def tick(self, pause=0.01):
-        now = time.monotonic()
-        while self._events and self._events[0][0] <= now:
-            heapq.heappop(self._events)[2]()
+    def tick(self, pause=0.02):
+        now = self.now()
         self._supervise(now)
         self.read_logs()
         try:
@@ -335,7 +347,7 @@ class Cluster:
                 self.on_hit(hit)
         except BlockingIOError:
             pass
-        time.sleep(pause)
+        select.select([self._socket], [], [], pause)
 
     def _supervise(self, now):
         for process in list(self.processes.values()):
@@ -367,18 +379,16 @@ class Cluster:
         """
         began = time.monotonic_ns()
         lines = self._early
-        for name in os.listdir(self.dir):
-            if not name.endswith(".jsonl"):
+        for name, log in self._logs.items():
+            try:
+                log.file = log.file or open(f"{self.dir}/{name}.jsonl", "rb")
+            except FileNotFoundError:
                 continue
-            offset, rest = self._files.get(name, (0, b""))
-            with open(f"{self.dir}/{name}", "rb") as file:
-                file.seek(offset)
-                data = file.read()
+            data = log.file.read()
             if not data:
                 continue
-            parts = (rest + data).split(b"\n")
-            self._files[name] = (offset + len(data), parts.pop())
-            lines += [json.loads(part) for part in parts]
+            *whole, log.rest = (log.rest + data).split(b"\n")
+            lines += [json.loads(line) for line in whole]
         lines.sort(key=lambda line: line["t"])
         self._early = [line for line in lines if line["t"] >= began]
         for line in lines[: len(lines) - len(self._early)]:
@@ -406,5 +416,8 @@ class Cluster:
             self.network.destroy()
         for group in self._cgroups.values():
             group.destroy()
+        for log in self._logs.values():
+            if log.file:
+                log.file.close()
         self._socket.close()
         self._out.close()

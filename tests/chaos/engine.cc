@@ -55,7 +55,7 @@ namespace weightsync {
 namespace chaos {
 namespace {
 
-constexpr absl::Duration kBetweenSteps = absl::Milliseconds(5);
+constexpr absl::Duration kBetweenSteps = absl::Milliseconds(20);
 // An unchanged step is logged this often.
 constexpr absl::Duration kLogAgain = absl::Milliseconds(500);
 

@@ -31,7 +31,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 programs=()
 if [[ " $* " != *" --programs"* && " $* " != *" --sum "* ]]; then
   log=$(mktemp) || exit 1
-  if ! bazel build --noshow_progress --color=no //tests/chaos/... //client/ctl:weightsyncctl \
+  if ! bazel build --noshow_progress --color=no \
+    //tests/chaos:{weightsyncd_faulty,engine,trainer} //client/ctl:weightsyncctl \
     >"$log" 2>&1; then
     cat "$log" >&2
     rm -f "$log"

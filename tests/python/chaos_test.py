@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import struct
 import sys
-import time
 
 import pytest
 
@@ -233,9 +232,9 @@ def _plant(run, replica, content, workers):
         )
         assert run.cluster.run_until(lambda p=path: pathlib.Path(p).exists(), 10)
         run.cluster.engines[replica].workers[index].tell(cmd="plant", path=path)
-    deadline = time.monotonic() + 20
+    deadline = run.cluster.now() + 20
     found = set()
-    while time.monotonic() < deadline and not found:
+    while run.cluster.now() < deadline and not found:
         run.cluster.tick()
         found = {violation.kind for violation in run.judge()}
     return found
