@@ -94,13 +94,12 @@ class Trial:
 class Run:
     """One cluster and its trials."""
 
-    def __init__(self, arguments, number, work, programs, memory, namespaces):
+    def __init__(self, arguments, number, work, programs, memory, net):
         self.arguments, self.number, self.programs = arguments, number, programs
         self.rng = random.Random(f"{arguments.seed}/{number}")
         self.dir = f"{work}/c{number}"
         os.makedirs(self.dir)
-        self.disk = namespaces and limits.mount_small_disk(f"{self.dir}/state0")
-        net = network.Network(f"wsc{os.getpid()}x{number}") if namespaces else None
+        self.disk = net and limits.mount_small_disk(f"{self.dir}/state0")
         self.cluster = clusters.Cluster(
             self.dir, programs, arguments.seed * 1000 + number, self.rng, net, memory
         )
@@ -165,7 +164,6 @@ class Run:
             cluster.receivers = [n for n in range(nodes) if n or nodes < 3]
         cluster.joining_node = nodes
         for node in range(nodes):
-            cluster.add_host(node)
             cluster.add_node(node).start()
         for rank in range(clusters.WORLD_SIZE):
             # Mostly together; otherwise one of them where a replica is.
@@ -451,9 +449,14 @@ def main(argv):
     trials, steps, restarts = [], 0, 0
     cards = deck(arguments.seed, kinds, arguments.trials)
     began = time.monotonic()
-    run, cluster_number = None, -1
+    run, cluster_number, net = None, -1, None
     over = False
     try:
+        if namespaces:
+            # One for all clusters, with a host for a node that joins.
+            net = network.Network(f"wsc{os.getpid()}")
+            for node in range(arguments.nodes + 1):
+                net.add(node)
         for number, kind in enumerate(cards):
             if arguments.minutes and time.monotonic() - began > arguments.minutes * 60:
                 print(f"stopped after {arguments.minutes:g} minutes, as asked")
@@ -467,8 +470,7 @@ def main(argv):
                     run.destroy()
                 cluster_number = number // TRIALS_PER_CLUSTER
                 run = Run(
-                    arguments, cluster_number, work, programs(arguments.programs), memory,
-                    namespaces,
+                    arguments, cluster_number, work, programs(arguments.programs), memory, net
                 )
                 if not run.start():
                     print("     a new cluster did not come up", flush=True)
@@ -498,6 +500,8 @@ def main(argv):
         if run:
             steps, restarts = steps + run.checker.steps, restarts + run.cluster.restarts
             run.destroy()
+        if net:
+            net.destroy()
         shutil.rmtree(work, ignore_errors=True)
         if not os.listdir(keep):
             os.rmdir(keep)

@@ -178,7 +178,6 @@ class Cluster:
         self.source = 0
         self.receivers = []
         self.joining_node = 0
-        self.joined_before = False
         self._now = 0.0
         self._last_look = time.monotonic()
         self._logs = {}
@@ -214,10 +213,6 @@ class Cluster:
 
     def coordinator_address(self):
         return f"{self.network.address(0)}:7670" if self.network else f"127.0.0.1:{self._port}"
-
-    def add_host(self, node):
-        if self.network:
-            self.network.add(node)
 
     def add_node(self, node):
         """The daemon of a host; that of host 0 coordinates."""
@@ -413,7 +408,7 @@ class Cluster:
             if process.popen:
                 process.popen.wait()
         if self.network:
-            self.network.destroy()
+            self.network.heal()
         for group in self._cgroups.values():
             group.destroy()
         for log in self._logs.values():

@@ -431,9 +431,6 @@ class NodeJoins(Fault):
 
     def strike(self, hit):
         node = self.cluster.joining_node
-        if not self.cluster.joined_before:
-            self.cluster.joined_before = True
-            self.cluster.add_host(node)
         self.cluster.add_node(node).start()
         self.cluster.add_engine("joined", node, [node], self.cluster.starts_paused).start()
         return None

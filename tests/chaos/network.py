@@ -35,6 +35,8 @@ class Network:
         self._prefix = prefix
         self._switch = prefix + "sw"
         self._nodes = {}
+        # Where something was done, ever.
+        self._broken = set()
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "br0", "up")
@@ -65,12 +67,14 @@ class Network:
             raise OSError(ctypes.get_errno(), "setns")
 
     def cut(self, node):
+        self._broken.add(node)
         _run("ip", "-n", self._switch, "link", "set", f"port{node}", "down")
 
     def heal_link(self, node):
         _run("ip", "-n", self._switch, "link", "set", f"port{node}", "up")
 
     def slow(self, node, rate):
+        self._broken.add(node)
         for name, device in ((self._name(node), "eth0"), (self._switch, f"port{node}")):
             _run(
                 *("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root"),
@@ -85,6 +89,7 @@ class Network:
             )
 
     def _drop(self, node, table, rule):
+        self._broken.add(node)
         hook = "type filter hook input priority 0;"
         script = f"table inet {table} {{ chain incoming {{ {hook} {rule}; }}; }}"
         _run("ip", "netns", "exec", self._name(node), "nft", script)
@@ -99,6 +104,14 @@ class Network:
 
     def heal_rules(self, node):
         _run("ip", "netns", "exec", self._name(node), "nft", "flush ruleset", check=False)
+
+    def heal(self):
+        """Undoes whatever was done to any link."""
+        for node in self._broken:
+            self.heal_link(node)
+            self.heal_slow(node)
+            self.heal_rules(node)
+        self._broken.clear()
 
     def destroy(self):
         for node, fd in self._nodes.items():

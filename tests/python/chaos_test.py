@@ -214,7 +214,7 @@ def run(tmp_path):
     missing = [path for path in programs.values() if not pathlib.Path(path).exists()]
     assert not missing, f"not built: {missing}"
     # Unix sockets have short names.
-    here = chaos.Run(arguments, 0, str(tmp_path)[:60], programs, None, False)
+    here = chaos.Run(arguments, 0, str(tmp_path)[:60], programs, None, None)
     try:
         assert here.start()
         yield here
