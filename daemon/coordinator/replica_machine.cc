@@ -341,7 +341,6 @@ class Stepper {
       ReplicaWorker& worker = s_.workers[i];
       if (worker.command == 0 || now_ < worker.deadline) continue;
       worker.command = 0;
-      if (s_.target == 0) continue;  // given up, and held for a mix already
       // It may have begun to write since it last said what it holds.
       if (s_.target == 0) continue;
       worker.content = WorkerContent{Content::kWriting, s_.target};
