@@ -82,10 +82,7 @@ void SetIndex(v1::Reply* reply, int64_t publish_index) {
 
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config) {
   config->stream = options.update_mode() == v1::UPDATE_MODE_STREAM;
-  config->in_place =
-      options.publish_mode() == v1::PUBLISH_MODE_IN_ v1::DefineLayout input =
-          LayoutInputNow(*model, replicas);
-  ;
+  config->in_place = options.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
   config->latest = options.delivery_policy() == v1::DELIVERY_POLICY_LATEST;
   config->max_unavailable =
       options.commit_policy().has_rolling()
@@ -274,7 +271,8 @@ void CoordinatorCore::SendLayout(const KnownLayout& layout,
 
 absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
     ModelRun* model, std::set<std::string>* replicas) {
-  PLACE std::string key = input.SerializeAsString();
+  v1::DefineLayout input = LayoutInputNow(*model, replicas);
+  std::string key = input.SerializeAsString();
   if (model->layout != nullptr && model->layout_input == key) {
     return model->layout;
   }
