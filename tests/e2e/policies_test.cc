@@ -41,9 +41,7 @@ TEST(PoliciesTest, AsManyBytesMoveAsWerePlanned) {
   TestReplica split(&cluster, "c", "r1", 2);
   TestReplica whole(&cluster, "d", "r2");
   for (const char* replica : {"r0", "r1", "r2"}) {
-    ASSERT_TRUE(
-        cluster.WaitReplicaState(absl::StrCat("models/test/replicas/", replica),
-                                 v1::Replica::STATE_SERVING));
+    ASSERT_TRUE(cluster.WaitReplicaState(replica, v1::Replica::STATE_SERVING));
   }
   char value = 1;
   int64_t sharded = 0;
