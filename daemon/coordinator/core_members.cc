@@ -106,7 +106,8 @@ void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
   Fault fault;
   const ReplicaRun* known = FindReplica(
       registration.model(), registration.replica(), registration.incarnation());
-  if (node->draining && known == nullptr) {
+  // Before HelloDone it names those that it has had all along.
+  if (node->draining && node->ready && known == nullptr) {
     fault = NodeDraining(node->name, registration.replica());
   } else {
     fault = registry_.JoinReplica(node->name, registration, &is_new);
@@ -145,7 +146,8 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
   Fault fault;
   const ReplicaRun* known = FindReplica(
       registration.model(), registration.replica(), registration.incarnation());
-  if (node->draining && known == nullptr) {
+  // Before HelloDone it names those that it has had all along.
+  if (node->draining && node->ready && known == nullptr) {
     fault = NodeDraining(node->name, registration.replica());
   } else {
     fault =

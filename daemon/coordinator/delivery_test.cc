@@ -205,13 +205,12 @@ TEST(StreamTest, OneThatBreaksOffLeavesMixesThatAreMendedFromTheOldOne) {
   c.Run();
   const std::string old = c.Version().update_id();
   c.intercept = [&c](const std::string& node, const Command& command) {
-    if (node != "n2" || !command.has_update_manifest()) return false;
+    if (node != "n2" || !command.has_move_update()) return false;
     v1::NodeReport report;
     auto* verified = report.mutable_update_verified();
     verified->set_model(kModel);
-    verified->set_update_id(command.update_manifest().update_id());
-    verified->mutable_epoch()->set_term(1);
-    verified->mutable_epoch()->set_counter(2);
+    verified->set_update_id(command.move_update().update_id());
+    *verified->mutable_epoch() = command.move_update().epoch();
     *verified->mutable_failure() =
         MakeFailure(15, "MANIFEST_MISMATCH", "bucket 1 differs");
     c.Report(node, report);
@@ -382,7 +381,9 @@ TEST(LatestTest, TheOlderOneIsSupersededOnlyWhenTheNewerIsComplete) {
 }
 
 TEST(LatestTest, ACommittedOneIsNeverSuperseded) {
-  FakeCluster c;
+  CoordinatorOptions timeouts;
+  timeouts.apply_timeout = absl::Seconds(20);
+  FakeCluster c(timeouts);
   c.AddStandard();
   v1::UpdateOptions latest;
   latest.set_delivery_policy(v1::DELIVERY_POLICY_LATEST);
@@ -395,8 +396,7 @@ TEST(LatestTest, ACommittedOneIsNeverSuperseded) {
   EXPECT_EQ(c.Version("1").state(), v1::Version::STATE_APPLYING);
   EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_MOVING);
   c.intercept = nullptr;
-  c.Pass(absl::Seconds(119));
-  c.Pass(absl::Seconds(3));  // the apply is sent again
+  c.Pass(absl::Seconds(21));  // the apply is sent again
   EXPECT_EQ(c.Version("1").state(), v1::Version::STATE_ACTIVE);
   EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ACTIVE)
       << c.Version("2").ShortDebugString();

@@ -547,6 +547,7 @@ TEST(AdoptTest, TheNodesWordBecomesWhatIsKnown) {
   // And it stays so.
   c.RestartCoordinator();
   EXPECT_EQ(c.coordinator->cluster_id(), cluster);
+  c.Pass(absl::Seconds(31));
   ExpectNextPublishWorks(&c);
   EXPECT_EQ(c.Version().version(), 43);
 }

@@ -34,6 +34,8 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       model.newest = opened;
       model.newest_ended = false;
       model.unended.push_back(opened);
+      // At most two run at a time: older ones ended without a word.
+      if (model.unended.size() > 2) model.unended.erase(model.unended.begin());
       return;
     }
 
