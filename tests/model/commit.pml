@@ -98,6 +98,8 @@ byte link[2];
 bool coordinator_up;
 bool second_up;
 bool lost_journal;  /* the second coordinator has met a known cluster */
+bool gone[2];       /* it broke, and the coordinator has not noticed */
+byte awaiting[2];   /* hellos that are not answered: older commands are dropped */
 bool rejoin[2];     /* the node has to say hello again on its link */
 byte served;        /* the newest update that the engine ran with */
 
@@ -125,7 +127,9 @@ inline flush(n) {
 
 inline cut(n) {
   link[n] = DOWN;
+  gone[n] = true;
   rejoin[n] = false;
+  awaiting[n] = 0;
   flush(n)
 }
 
@@ -157,11 +161,11 @@ inline worker_takes(w) {
   word[w] = WRITING
 }
 
-inline tell(n, what, w, command) {
+inline tell(k, message, whose, about) {
   if
-  :: link[n] == UP && len(up[n]) < ROOM ->
-     up[n] ! what, w, word[0], word[1], incarnation, command
-  :: !(link[n] == UP && len(up[n]) < ROOM) /* the next hello says it */
+  :: link[k] == UP && len(up[k]) < ROOM ->
+     up[k] ! message, whose, word[0], word[1], incarnation, about
+  :: !(link[k] == UP && len(up[k]) < ROOM) /* the next hello says it */
   fi
 }
 
@@ -210,13 +214,14 @@ end:
 
 inline hello(n) {
   /* Paused, or not known: then it will be asked to pause again. */
+  awaiting[n]++;
   up[n] ! HELLO, !running, SAID(0), SAID(1), incarnation, n_refused
 }
 
 #ifdef MUTANT_STALE_TERM
-#define CURRENT(n, term) true
+#define CURRENT(n, term) (awaiting[n] == 0)
 #else
-#define CURRENT(n, term) (term >= n_term[n])
+#define CURRENT(n, term) (awaiting[n] == 0 && term >= n_term[n])
 #endif
 
 active [NODES] proctype node() {
@@ -344,7 +349,8 @@ byte life0, life1;
 #define COMPLETE (here[0] && here[1] && life0 == life1)
 #endif
 #define AGREE (seen[0] == seen[1] && seen[0] != WRITING)
-#define MAY_SEND(n) (link[n] == UP && len(down[n]) < ROOM)
+/* What is sent before it notices is lost. */
+#define MAY_SEND(n) (link[n] == UP && !gone[n] && len(down[n]) < ROOM)
 
 inline send_pause() {
   next_command = next_command + 1;
@@ -365,7 +371,8 @@ inline send_apply(w) {
 inline forget() {
   phase = IDLE; engine = E_DOUBTFUL; command = 0; target = 0;
   seen[0] = WRITING; seen[1] = WRITING; here[0] = false; here[1] = false;
-  asked[0] = 0; asked[1] = 0; wrote = 0; life = 0; life0 = 0; life1 = 0
+  asked[0] = 0; asked[1] = 0; wrote = 0; gone[0] = false; gone[1] = false;
+  life = 0; life0 = 0; life1 = 0
 }
 
 /* The replica is complete (again): what shall become of it? */
@@ -389,6 +396,49 @@ inline learn(w, content) {
   asked[w] = 0
 }
 
+inline hear() {
+    if
+    :: m == HELLO ->
+       gone[n] = false;
+       awaiting[n]--;
+       do
+       :: len(down[n]) > 0 -> down[n] ? _, _, _, _, _
+       :: len(down[n]) == 0 -> break
+       od;
+       here[n] = true;
+       if
+       :: n == 0 ->
+          life0 = l; life = l;
+          engine = (a -> E_DOUBTFUL : E_RUNNING);
+          command = 0;
+          learn(0, c0)
+       :: else -> life1 = l
+       fi;
+       if
+       :: HOST(1) == n -> learn(1, c1)
+       :: else
+       fi;
+       if
+       :: COMPLETE -> settle()
+       :: else
+       fi
+    :: m == PAUSED && engine == E_PAUSING && number == command ->
+       engine = E_PAUSED
+    :: m == RESUMED && engine == E_RESUMING && number == command ->
+       engine = E_RUNNING
+    :: m == APPLIED && l == life ->
+       /* A worker's own word. */
+       if
+       :: a == 0 -> learn(0, c0)
+       :: else -> learn(1, c1)
+       fi
+    :: m == WROTE && phase == STREAMING && number == j_opened && l == life ->
+       wrote = wrote | (1 << a)
+    :: else
+    fi;
+    m = 0; a = 0; c0 = 0; c1 = 0; number = 0; l = 0; n = 0
+}
+
 active proctype coordinator() {
   mtype m;
   byte a, c0, c1, number;
@@ -409,8 +459,14 @@ restart:
     fi;
     coordinator_up = true
   }
-end:
+loop:
   do
+  /* ---- Nothing is left to do: only here may a history end ---- */
+  :: atomic { phase == IDLE && COMPLETE && engine == E_RUNNING && AGREE &&
+              j_opened == UPDATES && running && len(up[0]) == 0 &&
+              len(up[1]) == 0 ->
+       goto parked
+     }
   /* ---- Somebody publishes ---- */
   :: atomic { phase == IDLE && COMPLETE && engine == E_RUNNING && AGREE &&
               j_opened < UPDATES && MAY_SEND(0) ->
@@ -508,9 +564,9 @@ end:
        phase = IDLE; target = 0
      }
   /* ---- Reports ---- */
-  :: atomic { up[0] ? m, a, c0, c1, l, number -> n = 0; goto heard }
+  :: atomic { up[0] ? m, a, c0, c1, l, number -> n = 0; hear() }
 #ifndef ONE_NODE
-  :: atomic { up[1] ? m, a, c0, c1, l, number -> n = 1; goto heard }
+  :: atomic { up[1] ? m, a, c0, c1, l, number -> n = 1; hear() }
 #endif
   /* Nothing moves any more: a command is given again. */
   :: atomic { timeout && coordinator_up && COMPLETE &&
@@ -528,8 +584,8 @@ end:
        phase = INSTALLING; target = j_commit
      }
   /* ---- A link breaks under it: the node is lost with all it said ---- */
-  :: atomic { here[0] && link[0] != UP ->
-       here[0] = false; engine = E_DOUBTFUL;
+  :: atomic { gone[0] ->
+       gone[0] = false; here[0] = false; engine = E_DOUBTFUL;
 #ifdef ONE_NODE
        asked[0] = 0; asked[1] = 0
 #else
@@ -537,7 +593,7 @@ end:
 #endif
      }
 #ifndef ONE_NODE
-  :: atomic { here[1] && link[1] != UP -> here[1] = false; asked[1] = 0 }
+  :: atomic { gone[1] -> gone[1] = false; here[1] = false; asked[1] = 0 }
 #endif
   :: atomic { crashes > 0 ->
        crashes = crashes - 1;
@@ -552,44 +608,18 @@ end:
      goto restart
   od;
 
-heard:
-  atomic {
-    if
-    :: m == HELLO ->
-       here[n] = true;
-       if
-       :: n == 0 ->
-          life0 = l; life = l;
-          engine = (a -> E_DOUBTFUL : E_RUNNING);
-          command = 0;
-          learn(0, c0)
-       :: else -> life1 = l
-       fi;
-       if
-       :: HOST(1) == n -> learn(1, c1)
-       :: else
-       fi;
-       if
-       :: COMPLETE -> settle()
-       :: else
-       fi
-    :: m == PAUSED && engine == E_PAUSING && number == command ->
-       engine = E_PAUSED
-    :: m == RESUMED && engine == E_RESUMING && number == command ->
-       engine = E_RUNNING
-    :: m == APPLIED && l == life ->
-       /* A worker's own word. */
-       if
-       :: a == 0 -> learn(0, c0)
-       :: else -> learn(1, c1)
-       fi
-    :: m == WROTE && phase == STREAMING && number == j_opened && l == life ->
-       wrote = wrote | (1 << a)
-    :: else
-    fi;
-    m = 0; a = 0; c0 = 0; c1 = 0; number = 0; l = 0; n = 0
-  }
-  goto end
+parked:
+end_parked:
+  if
+  :: len(up[0]) > 0 || len(up[1]) > 0 || gone[0] || gone[1] ->
+     goto loop
+  :: atomic { crashes > 0 ->
+       crashes = crashes - 1;
+       coordinator_up = false;
+       cut(0); cut(1)
+     }
+     goto restart
+  fi
 }
 
 /* ------------------------------------------------------------------ */
