@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
+#include "proto/plan.h"
 #include "proto/status.h"
 
 namespace weightsync {
@@ -270,23 +271,7 @@ void CoordinatorCore::SendLayout(const KnownLayout& layout,
 
 absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
     ModelRun* model, std::set<std::string>* replicas) {
-  replicas->clear();
-  for (const auto& entry : model->replicas) {
-    const ReplicaEntry* replica =
-        registry_.FindReplica(model->name, entry.first);
-    if (replica != nullptr && replica->Complete() &&
-        entry.second.machine.Complete() && !Drained(entry.second)) {
-      replicas->insert(entry.first);
-    }
-  }
-  std::map<std::string, std::map<std::string, std::string>> labels;
-  for (const auto& node : nodes_) {
-    for (const auto& label : node.second.hello.labels()) {
-      labels[node.first][label.first] = label.second;
-    }
-  }
-  v1::DefineLayout input = registry_.LayoutInput(model->name, *replicas, labels,
-                                                 options_.bucket_bytes);
+  v1::DefineLayout input = LayoutInputNow(*model, replicas);
   std::string key = input.SerializeAsString();
   if (model->layout != nullptr && model->layout_input == key) {
     return model->layout;
@@ -376,6 +361,7 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     EndPrepare(model, Fault());
   }
 
+  Fault plan_fault;
   auto update = std::make_unique<UpdateRun>();
   update->model = model->name;
   update->update_id = options_.random_id();
@@ -427,6 +413,13 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   record.set_bucket_count(
       static_cast<int32_t>(known.layout.plan.bucket_count()));
   record.set_layout_id(known.id());
+  const absl::Status planned =
+      PlanRun(update->options.transfer_policy(), update.get());
+  if (!planned.ok()) {
+    // Before the first byte: the update ends as soon as it runs.
+    plan_fault = Fault(planned.code(), ErrorReason(planned),
+                       std::string(planned.message()));
+  }
   for (const auto& rank : entry->ranks) {
     UpdateRank out;
     out.rank = rank.first;
@@ -453,6 +446,12 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   model->updates.push_back(std::move(update));
   for (const PublishCall& call : publish.waiting) {
     JoinUpdate(model->updates.back().get(), call);
+  }
+  if (!plan_fault.ok()) {
+    UpdateEvent cancel;
+    cancel.kind = UpdateEvent::kCancel;
+    cancel.fault = plan_fault;
+    Post(*model->updates.back(), std::move(cancel));
   }
 }
 

@@ -75,6 +75,8 @@ CommittedUpdate CoordinatorCore::Describe(const std::string& name,
     described.version = record->version();
     described.step = record->step();
     described.layout_id = record->layout_id();
+    // This term vouches for what an earlier one committed.
+    if (record->has_commit_time()) described.term = term_;
   } else if (told != told_versions_.end()) {
     // Older than what is kept: its number is the worker's own word.
     described.version = told->second;

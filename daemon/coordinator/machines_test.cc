@@ -106,6 +106,56 @@ TEST_F(ReplicaMachineTest, AReleaseWhileItPausesResumesAtOnce) {
   EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, resume)), IsEmpty());
 }
 
+// Found by tests/chaos/simulation: the worker of a replica was lost while it
+// installed, its update went on without it, and a later pause, for a newer
+// update, had the older one applied first.
+TEST_F(ReplicaMachineTest, WhatALostReplicaShouldHaveHadIsNotInstalledLater) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  ReplicaEvent left = Event(ReplicaEvent::kWorkerLeft);
+  left.worker = 1;
+  EXPECT_THAT(Step(left), ElementsAre(R::kLeft));
+  Step(Event(ReplicaEvent::kRelease));
+  ReplicaEvent joined = Event(ReplicaEvent::kWorkerJoined);
+  joined.worker = 1;
+  joined.content = WorkerContent();
+  EXPECT_THAT(Step(joined), ElementsAre(R::kComplete));
+  ReplicaEvent newer = Event(ReplicaEvent::kHold);
+  newer.holder = Holder{Holder::kUpdate, 8};
+  for (const R::Kind kind : Step(newer)) EXPECT_NE(kind, R::kSendApply);
+  if (!last_.empty() && last_.back().kind == R::kSendPause) {
+    EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_.back().command)),
+                ElementsAre(R::kPausedNow));
+  }
+}
+
+// Found by tests/chaos/simulation: a pause hook was still running, or had
+// failed, when the control stream broke; the engine registered as "not
+// running", was believed to stand still, and was written into while it
+// generated.
+TEST_F(ReplicaMachineTest,
+       AnEngineThatComesBackPausedIsAskedBeforeItIsWritten) {
+  ReplicaEvent left = Event(ReplicaEvent::kControlLeft);
+  EXPECT_THAT(Step(left), ElementsAre(R::kLeft));
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kInstall));
+  ReplicaEvent joined = Event(ReplicaEvent::kControlJoined);
+  joined.paused = true;
+  Step(joined);
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendPause));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_[0].command)),
+              ElementsAre(R::kPausedNow, R::kSendApply, R::kSendApply));
+}
+
+TEST_F(ReplicaMachineTest, AnEngineThatComesBackPausedForNobodyIsResumed) {
+  Step(Event(ReplicaEvent::kControlLeft));
+  ReplicaEvent joined = Event(ReplicaEvent::kControlJoined);
+  joined.paused = true;
+  Step(joined);
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
+}
+
 TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
   Step(Event(ReplicaEvent::kHold));
   const int64_t pause = last_[0].command;

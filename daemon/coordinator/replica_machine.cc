@@ -69,6 +69,9 @@ class Stepper {
     const bool was_complete = s_.Complete();
     Take(event);
     if (was_complete && !s_.Complete()) {
+      // Whoever wanted something installed gives that up with the replica; when
+      // it is back, what it shall have then is decided anew.
+      ForgetTarget();
       Say(ReplicaAction::kLeft, s_.fault);
     } else if (!was_complete && s_.Complete()) {
       // What is wanted of it is decided now that it is known.
@@ -86,13 +89,21 @@ class Stepper {
         s_.control = true;
         s_.command = 0;
         s_.fenced = false;
-        // An engine that says it runs is believed; one that stands still may
-        // have been paused by a coordinator that is no more.
-        s_.engine = event.paused ? EngineState::kPaused : EngineState::kRunning;
         s_.pause = PauseKind::kDrain;
+        // An engine that says it runs is believed. One that says it stands
+        // still may be in the middle of a hook, or have failed in one: before
+        // anything is written it is asked to pause once more, which costs one
+        // that does stand still nothing.
         if (event.paused) {
+          s_.engine = EngineState::kDoubtful;
+          s_.deadline = now_;
           s_.served_known = false;
-          if (!s_.holders.empty()) Say(ReplicaAction::kPausedNow);
+        } else {
+          const bool resumed = s_.engine == EngineState::kResuming ||
+                               s_.engine == EngineState::kUnresumed;
+          s_.engine = EngineState::kRunning;
+          // The answer was lost with the stream.
+          if (resumed) Say(ReplicaAction::kResumedNow);
         }
         return;
       case ReplicaEvent::kControlLeft:
@@ -158,6 +169,15 @@ class Stepper {
         s_.holders.erase(
             std::remove(s_.holders.begin(), s_.holders.end(), event.holder),
             s_.holders.end());
+        // What it was held for is not wanted any more either, if it is not
+        // there.
+        if (s_.target != 0 && s_.target == event.holder.update &&
+            std::none_of(s_.holders.begin(), s_.holders.end(),
+                         [&](const Holder& holder) {
+                           return holder.update == s_.target;
+                         })) {
+          ForgetTarget();
+        }
         if (!s_.holders.empty() || !s_.Servable()) {
           Say(ReplicaAction::kStillHeld);
         } else if (s_.engine == EngineState::kRunning) {
@@ -166,7 +186,7 @@ class Stepper {
         return;
       case ReplicaEvent::kInstall:
         if (s_.target != event.update || s_.fenced) {
-          DoubtInFlight();
+          ForgetTarget();
           s_.target = event.update;
           s_.fenced = false;
           for (ReplicaWorker& worker : s_.workers) {
@@ -178,8 +198,7 @@ class Stepper {
         CheckInstalled();
         return;
       case ReplicaEvent::kForget:
-        DoubtInFlight();
-        s_.target = 0;
+        ForgetTarget();
         s_.fenced = false;
         return;
       case ReplicaEvent::kStreaming:
@@ -204,6 +223,11 @@ class Stepper {
         Tick();
         return;
     }
+  }
+
+  void ForgetTarget() {
+    DoubtInFlight();
+    s_.target = 0;
   }
 
   void Applied(const ReplicaEvent& event) {

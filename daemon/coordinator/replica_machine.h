@@ -14,7 +14,8 @@
 //              kPauseFailed no pause is wanted any more             RESUMING
 //              send Resume
 //   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
-//              still wanted five seconds later         PAUSING   send Pause
+//              still wanted, five seconds after a      PAUSING   send Pause
+//              failure, at once when it has come back
 //   PAUSED     no pause is wanted                      RESUMING  send Resume
 //              target not installed on a worker        PAUSED    send Apply to
 //              it
@@ -28,9 +29,9 @@
 // A pause is wanted while somebody holds it and while the workers' memories are
 // not servable: not all what the engine came with, and not all one update. So a
 // mix is never resumed, whoever asks. Nothing is sent while a worker or the
-// control stream is missing; when they are back, their own word (paused, what
-// is installed) replaces what was believed, and what is still wanted is sent
-// again.
+// control stream is missing; when they are back, their own word (what is
+// installed; that it runs) replaces what was believed, and what is still wanted
+// is sent again. One that says it stands still is DOUBTFUL.
 //
 // How it is paused is the holders' wish: the first that wants a real pause
 // decides. PAUSE_NONE asks for none: the engine goes on generating with what it

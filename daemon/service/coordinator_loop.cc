@@ -9,6 +9,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/types/variant.h"
+#include "daemon/service/fault_point.h"
 #include "glog/logging.h"
 #include "proto/status.h"
 
@@ -21,12 +22,13 @@ constexpr absl::Duration kTick = absl::Milliseconds(100);
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
-    CoordinatorOptions options, const std::string& state_dir) {
+    CoordinatorOptions options, const std::string& state_dir,
+    FaultPoint fault_point) {
   absl::StatusOr<std::unique_ptr<Journal>> journal =
       Journal::Open(state_dir, absl::Now(), options.request_ttl);
   if (!journal.ok()) return journal.status();
-  auto loop = absl::WrapUnique(
-      new CoordinatorLoop(std::move(options), *std::move(journal)));
+  auto loop = absl::WrapUnique(new CoordinatorLoop(
+      std::move(options), *std::move(journal), std::move(fault_point)));
   // Before anybody else can reach it, so that term and cluster_id are constant
   // from here on.
   absl::Notification started;
@@ -43,9 +45,11 @@ absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
 }
 
 CoordinatorLoop::CoordinatorLoop(CoordinatorOptions options,
-                                 std::unique_ptr<Journal> journal)
+                                 std::unique_ptr<Journal> journal,
+                                 FaultPoint fault_point)
     : journal_(std::move(journal)),
-      coordinator_(std::move(options), journal_->recovered()) {}
+      coordinator_(std::move(options), journal_->recovered()),
+      fault_point_(std::move(fault_point)) {}
 
 CoordinatorLoop::~CoordinatorLoop() { Stop(); }
 
@@ -174,6 +178,7 @@ void CoordinatorLoop::FinishChange(int64_t request,
 void CoordinatorLoop::Do(Actions actions) {
   for (Action& action : actions) {
     if (auto* send = absl::get_if<SendCommand>(&action)) {
+      ReachFaultPoint(fault_point_, "coordinator:command:", send->command);
       auto peer = peers_.find(send->node_stream);
       if (peer != peers_.end()) peer->second.send(std::move(send->command));
     } else if (auto* close = absl::get_if<CloseNode>(&action)) {
@@ -183,11 +188,13 @@ void CoordinatorLoop::Do(Actions actions) {
       peers_.erase(peer);
       closing.close(FromFailure(close->failure));
     } else if (auto* append = absl::get_if<JournalAppend>(&action)) {
+      ReachFaultPoint(fault_point_, "coordinator:journal:", append->record);
       const absl::Status status = journal_->Append(append->record);
       // Nobody may hear of what is not on the disk, and nothing is known about
       // what is: the next start finds out.
       if (!status.ok())
         LOG(FATAL) << "the journal cannot be written: " << status;
+      ReachFaultPoint(fault_point_, "coordinator:journalled:", append->record);
     } else if (auto* change = absl::get_if<VersionChanged>(&action)) {
       // A watcher may end itself.
       std::vector<Watcher> watchers;

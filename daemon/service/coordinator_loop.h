@@ -25,6 +25,7 @@
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/journal.h"
 #include "daemon/coordinator/options.h"
+#include "daemon/options.h"
 #include "daemon/service/loop.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
@@ -49,7 +50,8 @@ class CoordinatorLoop {
   // Opens the journal in `state_dir`, which must exist, and takes the next
   // term. Errors of Journal::Open.
   static absl::StatusOr<std::unique_ptr<CoordinatorLoop>> Start(
-      CoordinatorOptions options, const std::string& state_dir);
+      CoordinatorOptions options, const std::string& state_dir,
+      FaultPoint fault_point = nullptr);
   // As Stop.
   ~CoordinatorLoop();
   CoordinatorLoop(const CoordinatorLoop&) = delete;
@@ -99,7 +101,8 @@ class CoordinatorLoop {
     Loop::TimerId timer = 0;
   };
 
-  CoordinatorLoop(CoordinatorOptions options, std::unique_ptr<Journal> journal);
+  CoordinatorLoop(CoordinatorOptions options, std::unique_ptr<Journal> journal,
+                  FaultPoint fault_point);
 
   // All below on the loop.
   void Do(Actions actions);
@@ -112,6 +115,7 @@ class CoordinatorLoop {
   Loop loop_{"ws-coordinator"};
   const std::unique_ptr<Journal> journal_;
   Coordinator coordinator_;
+  const FaultPoint fault_point_;
   // Constant after Start.
   std::string cluster_id_;
   int64_t term_ = 0;
