@@ -186,11 +186,13 @@ void World::EngineWork(int index) {
     } else if (fails) {
       engine.word = Engine::kUnsure;
     } else {
+      const std::string before = engine.running_update;
       engine.running_update = command.update_id;
       engine.word = Engine::kRunning;
       engine.running = true;
       if (planted_ == Planted::kOlderWeights && !planted_once_ &&
-          engine.older.kind == Memory::kInstalled) {
+          engine.older.kind == Memory::kInstalled && !before.empty() &&
+          before != engine.older.update_id) {
         planted_once_ = true;
         for (Worker& worker : engine.workers) worker.memory = engine.older;
       }
@@ -339,7 +341,10 @@ void World::WorkerWork(int index, int w) {
   if (!worker.open) return WorkerWork(index, w);  // nothing is written
   checker_.Writes(engine.name, w, engine.up && engine.running,
                   apply.update_id());
-  if (worker.memory.kind == Memory::kInstalled) engine.older = worker.memory;
+  if (worker.memory.kind == Memory::kInstalled &&
+      engine.older.kind != Memory::kInstalled) {
+    engine.older = worker.memory;  // the first that it served
+  }
   worker.memory.kind = Memory::kWriting;
   worker.memory.update_id = apply.update_id();
   worker.memory.version = apply.version();
