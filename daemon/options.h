@@ -5,13 +5,19 @@
 #define WEIGHTSYNC_DAEMON_OPTIONS_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
 namespace weightsync {
+namespace transport {
+class FaultPolicy;
+}  // namespace transport
+
 namespace daemon {
 
 inline constexpr char kSoftwareVersion[] = "0.1.0";
@@ -28,12 +34,16 @@ struct Deadlines {
   absl::Duration apply = absl::Seconds(120);
   absl::Duration resume = absl::Seconds(30);
   absl::Duration publish = absl::Seconds(120);
+  absl::Duration barrier = absl::Seconds(30);
+  // Of what operators ask for.
+  absl::Duration operation = absl::Minutes(10);
 
   // Of leases.
   absl::Duration heartbeat_interval = absl::Seconds(1);
   absl::Duration heartbeat = absl::Seconds(5);
   absl::Duration node_reconnect_grace = absl::Seconds(5);
   absl::Duration recovery = absl::Seconds(30);
+  absl::Duration max_staleness = absl::Minutes(10);
 
   // Of calls: how long a registration waits for the coordinator, a call that
   // reads waits for anything, WaitVersion at most.
@@ -46,6 +56,11 @@ struct Deadlines {
 
 // Smaller buckets would be all bookkeeping.
 inline constexpr int64_t kMinBucketBytes = 4096;
+
+// See daemon/service/fault_point.h. Called on the daemon's loops; may block
+// them, and may not return.
+using FaultPoint =
+    std::function<void(absl::string_view point, absl::string_view update_id)>;
 
 struct Options {
   // 1 to 63 of [a-z0-9._-].
@@ -82,10 +97,22 @@ struct Options {
   // For the topology: zone=…, rack=….
   std::map<std::string, std::string> labels;
 
+  // --on_isolation: pause replicas when the coordinator has been away for
+  // Deadlines::max_staleness.
+  bool pause_on_isolation = false;
+
+  // STREAM and IN_PLACE: slots of a bucket for each flow on each member.
+  int stream_slots = 3;
+
   int apply_attempts = 3;
   int max_reconfigurations = 3;
 
   Deadlines deadlines;
+
+  // For tests and chaos runs alone: the product sets neither.
+  FaultPoint fault_point;
+  // Not owned. Faults on the path of the bytes.
+  transport::FaultPolicy* faults = nullptr;
 };
 
 // Where a daemon serves, once it does.

@@ -37,6 +37,27 @@ bool ReplicaState::HeldBy(const Holder& holder) const {
   return std::find(holders.begin(), holders.end(), holder) != holders.end();
 }
 
+PauseKind ReplicaState::WantedPause() const {
+  if (fenced) return PauseKind::kDrain;
+  const bool beside =
+      engine == EngineState::kPaused && pause == PauseKind::kNone;
+  PauseKind wanted = PauseKind::kDrain;
+  for (const Holder& holder : holders) {
+    wanted = holder.pause;
+    if (wanted != PauseKind::kNone) return wanted;
+  }
+  // While workers build beside they differ; before they began they must not.
+  if (wanted == PauseKind::kNone && !beside && !Servable()) {
+    return PauseKind::kDrain;
+  }
+  return wanted;
+}
+
+bool ReplicaState::PausedForAll() const {
+  return control && engine == EngineState::kPaused &&
+         (pause != PauseKind::kNone || WantedPause() == PauseKind::kNone);
+}
+
 namespace {
 
 class Stepper {
@@ -68,6 +89,7 @@ class Stepper {
         s_.control = true;
         s_.command = 0;
         s_.fenced = false;
+        s_.pause = PauseKind::kDrain;
         // An engine that says it runs is believed. One that says it stands
         // still may be in the middle of a hook, or have failed in one: before
         // anything is written it is asked to pause once more, which costs one
@@ -141,9 +163,7 @@ class Stepper {
         return;
       case ReplicaEvent::kHold:
         if (!s_.HeldBy(event.holder)) s_.holders.push_back(event.holder);
-        if (s_.engine == EngineState::kPaused && s_.control) {
-          Say(ReplicaAction::kPausedNow);
-        }
+        if (s_.PausedForAll()) Say(ReplicaAction::kPausedNow);
         return;
       case ReplicaEvent::kRelease:
         s_.holders.erase(
@@ -181,6 +201,21 @@ class Stepper {
         ForgetTarget();
         s_.fenced = false;
         return;
+      case ReplicaEvent::kStreaming:
+        for (ReplicaWorker& worker : s_.workers) {
+          if (!worker.present) continue;
+          worker.content = WorkerContent{Content::kWriting, event.update};
+          worker.command = 0;
+          worker.first_command = s_.next_command;
+        }
+        return;
+      case ReplicaEvent::kContent: {
+        ReplicaWorker& worker = s_.workers[event.worker];
+        if (!worker.present) return;
+        worker.content = event.content;
+        CheckInstalled();
+        return;
+      }
       case ReplicaEvent::kFence:
         Fence(event.fault);
         return;
@@ -190,29 +225,22 @@ class Stepper {
     }
   }
 
-  // An Apply that nobody waits for any more may still be carried out, and who
-  // has been told of one may write at any moment: until its own word comes the
-  // worker holds a mix, and the replica is not servable.
   void ForgetTarget() {
-    for (ReplicaWorker& worker : s_.workers) {
-      if (worker.command != 0) {
-        worker.content = WorkerContent{Content::kWriting, s_.target};
-      }
-    }
+    DoubtInFlight();
     s_.target = 0;
   }
 
   void Applied(const ReplicaEvent& event) {
     ReplicaWorker& worker = s_.workers[event.worker];
     if (!worker.present) return;
-    if (s_.target == 0 && worker.command != 0 &&
-        event.command == worker.command) {
-      // The answer to one that was given up.
-      worker.command = 0;
-      worker.content = event.content;
+    if (s_.target == 0 || event.update != s_.target) {
+      // Of an install that was given up: what it left is the worker's word.
+      if (worker.command != 0 && event.command == worker.command) {
+        worker.content = event.content;
+        worker.command = 0;
+      }
       return;
     }
-    if (s_.target == 0 || event.update != s_.target) return;
     const WorkerContent wanted{Content::kInstalled, s_.target};
     if (worker.content == wanted) return;  // said before
     const bool current =
@@ -245,6 +273,15 @@ class Stepper {
     s_.target = 0;
   }
 
+  // Who was told to install and has not answered may be writing: it counts as a
+  // mix until its word comes.
+  void DoubtInFlight() {
+    for (ReplicaWorker& worker : s_.workers) {
+      if (worker.command == 0) continue;
+      worker.content = WorkerContent{Content::kWriting, s_.target};
+    }
+  }
+
   void ApplyFailed(int index, const Fault& fault) {
     if (s_.workers[index].attempts >= timeouts_.apply_attempts) {
       Fence(fault);
@@ -258,13 +295,7 @@ class Stepper {
     if (s_.fenced) return;
     s_.fenced = true;
     s_.fault = fault;
-    for (ReplicaWorker& worker : s_.workers) {
-      if (worker.command != 0) {
-        // As in ForgetTarget.
-        worker.content = WorkerContent{Content::kWriting, s_.target};
-      }
-      worker.command = 0;
-    }
+    DoubtInFlight();
     ReplicaAction action;
     action.kind = ReplicaAction::kFenced;
     action.update = s_.target;
@@ -310,8 +341,8 @@ class Stepper {
       ReplicaWorker& worker = s_.workers[i];
       if (worker.command == 0 || now_ < worker.deadline) continue;
       worker.command = 0;
-      if (s_.target == 0) continue;  // given up, and held for a mix already
       // It may have begun to write since it last said what it holds.
+      if (s_.target == 0) continue;
       worker.content = WorkerContent{Content::kWriting, s_.target};
       ApplyFailed(static_cast<int>(i),
                   Fault(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
@@ -330,17 +361,25 @@ class Stepper {
     if (PauseWanted()) {
       const bool again =
           s_.engine == EngineState::kDoubtful && now_ >= s_.deadline;
+      const PauseKind wanted = s_.WantedPause();
+      // It was told to go on while its workers build beside; now it must not.
+      const bool in_earnest = (s_.engine == EngineState::kPaused ||
+                               s_.engine == EngineState::kPausing) &&
+                              s_.pause == PauseKind::kNone &&
+                              wanted != PauseKind::kNone;
       if (s_.engine == EngineState::kRunning ||
           s_.engine == EngineState::kResuming ||
-          s_.engine == EngineState::kUnresumed || again) {
+          s_.engine == EngineState::kUnresumed || again || in_earnest) {
         if (s_.engine == EngineState::kRunning) {
           s_.served = s_.workers[0].content;
           s_.served_known = s_.Servable();
         }
         s_.engine = EngineState::kPausing;
+        s_.pause = wanted;
         s_.deadline = now_ + timeouts_.pause;
         ReplicaAction& action = Command(ReplicaAction::kSendPause);
         s_.command = action.command;
+        action.pause = wanted;
         action.update = s_.holders.empty() ? s_.target : s_.holders[0].update;
       }
       if (s_.engine == EngineState::kPaused && s_.target != 0 && !s_.fenced) {
@@ -357,6 +396,7 @@ class Stepper {
     s_.deadline = now_ + timeouts_.resume;
     ReplicaAction& action = Command(ReplicaAction::kSendResume);
     s_.command = action.command;
+    action.pause = s_.pause;
     const WorkerContent& content = s_.workers[0].content;
     action.update = content.update;
     action.weights_changed = s_.served_known

@@ -33,6 +33,13 @@
 // installed; that it runs) replaces what was believed, and what is still wanted
 // is sent again. One that says it stands still is DOUBTFUL.
 //
+// How it is paused is the holders' wish: the first that wants a real pause
+// decides. PAUSE_NONE asks for none: the engine goes on generating with what it
+// has, its workers build beside, and the Resume makes it flip. It is granted to
+// an engine whose workers agree; one that holds a mix, or is fenced, or is held
+// by somebody else too, is paused in earnest, also when it had been told
+// PAUSE_NONE before.
+//
 // A worker that has a command in flight:
 //   Applied(command)                      its own word says what it holds now
 //   Applied(command, fault), deadline     again, up to apply_attempts, then the
@@ -75,14 +82,21 @@ struct WorkerContent {
   }
 };
 
+// What a pause does to the requests that the engine is working on.
+enum class PauseKind : uint8_t { kDrain, kAbort, kKeep, kNone };
+
 // Who keeps a replica paused.
 struct Holder {
   enum Kind : uint8_t {
-    kUpdate,   // the update that is being published
-    kInstall,  // a late join or a repair
+    kUpdate,     // the update that is being published
+    kInstall,    // a late join, a repair or a rollback
+    kOperator,   // somebody who said so
+    kIsolation,  // its node, while it was cut off
   };
   Kind kind = kUpdate;
   UpdateKey update = 0;
+  // No part of who it is.
+  PauseKind pause = PauseKind::kDrain;
 
   friend bool operator==(const Holder& a, const Holder& b) {
     return a.kind == b.kind && a.update == b.update;
@@ -124,6 +138,8 @@ struct ReplicaState {
   std::vector<ReplicaWorker> workers;
 
   EngineState engine = EngineState::kRunning;
+  // How it was asked to pause last.
+  PauseKind pause = PauseKind::kDrain;
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
@@ -146,6 +162,10 @@ struct ReplicaState {
   bool Servable() const;
   bool InstalledEverywhere(UpdateKey update) const;
   bool HeldBy(const Holder& holder) const;
+  // Paused as its holders want it: nobody of theirs finds it generating.
+  bool PausedForAll() const;
+  // How its holders want it paused now.
+  PauseKind WantedPause() const;
 };
 
 struct ReplicaEvent {
@@ -166,6 +186,11 @@ struct ReplicaEvent {
     kInstall,
     // Gives up the install that is wanted; nothing is fenced.
     kForget,
+    // Workers are about to be written to without another word (STREAM): each
+    // counts as WRITING `update` until it says what it holds.
+    kStreaming,
+    // A worker's own word, unasked: `worker`, `content`.
+    kContent,
     // It cannot be mended: stay paused, with `fault`.
     kFence,
     kTick,
@@ -184,9 +209,11 @@ struct ReplicaEvent {
 struct ReplicaAction {
   enum Kind : uint8_t {
     // Commands, with `command`.
-    kSendPause,   // `update`: whose
+    kSendPause,   // `update`: whose; `pause`
     kSendApply,   // `worker`, `update`
-    kSendResume,  // `update`: what is installed (0: its own), `weights_changed`
+    kSendResume,  // `update`: what is installed (0: its own),
+                  // `weights_changed`,
+                  // `pause`: how it was asked to pause
     // News.
     kComplete,   // everybody is there; nothing is sent before the next event
     kLeft,       // somebody is missing: `fault`
@@ -204,6 +231,7 @@ struct ReplicaAction {
   int64_t command = 0;
   UpdateKey update = 0;
   bool weights_changed = false;
+  PauseKind pause = PauseKind::kDrain;
   Fault fault;
 };
 

@@ -298,6 +298,8 @@ void World::JoinWorker(int index, int w) {
   v1::NodeReport report;
   v1::RegisterWorker* r =
       report.mutable_worker_joined()->mutable_registration();
+  // Its room is there as soon as it is accepted.
+  report.mutable_worker_joined()->set_ready(worker.accepted);
   r->set_model("models/m");
   r->set_replica(engine.name);
   r->set_worker_index(w);
