@@ -174,15 +174,33 @@ absl::Status DaemonImpl::CheckOptions() {
   const absl::Status reach =
       CheckReach(*data, options_.insecure, "data_address");
   if (!reach.ok()) return reach;
+  const absl::Status ours = WhyNotListen(*data);
+  if (!ours.ok()) {
+    return ErrorStatus(ours.code(), ErrorReason(ours),
+                       absl::StrCat("--data_address: ", ours.message()));
+  }
+  if (!options_.coordinator_address.empty()) {
+    const absl::Status status = CheckDialled(options_.coordinator_address);
+    if (!status.ok()) return status;
+  }
 
   const int64_t available = transport::LookAtMemory().available_bytes();
-  if (options_.bucket_bytes <= 0 || options_.bucket_bytes > available) {
+  if (options_.bucket_bytes < kMinBucketBytes ||
+      options_.bucket_bytes > available) {
+    return Invalid("BUCKET_BYTES_INVALID",
+                   absl::StrCat("bucket_bytes is ", options_.bucket_bytes,
+                                "; it must be at least ", kMinBucketBytes,
+                                " and at most the memory that is available, ",
+                                available, " bytes"));
+  }
+  const int64_t total = transport::LookAtMemory().total_bytes();
+  if (options_.store_budget_bytes > total) {
     return Invalid(
-        "BUCKET_BYTES_INVALID",
-        absl::StrCat(
-            "bucket_bytes is ", options_.bucket_bytes,
-            "; it must be positive and at most the memory that is available, ",
-            available, " bytes"));
+        "STORE_BUDGET_INVALID",
+        absl::StrCat("store_budget_bytes is ", options_.store_budget_bytes,
+                     "; this machine, or the control group of this process, "
+                     "has only ",
+                     total, " bytes"));
   }
   if (options_.store_budget_bytes == 0)
     options_.store_budget_bytes = available / 2;

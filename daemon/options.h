@@ -50,6 +50,9 @@ struct Deadlines {
   absl::Duration shutdown = absl::Seconds(3);
 };
 
+// Smaller buckets would be all bookkeeping.
+inline constexpr int64_t kMinBucketBytes = 4096;
+
 // See daemon/service/fault_point.h. Called on the daemon's loops; may block
 // them, and may not return.
 using FaultPoint =

@@ -61,8 +61,10 @@ int RunDaemon(int argc, char** argv,
 
   absl::StatusOr<std::unique_ptr<Daemon>> daemon = Daemon::Start(*options);
   if (!daemon.ok()) {
-    if (absl::IsInvalidArgument(daemon.status()))
+    if (absl::IsInvalidArgument(daemon.status()) ||
+        ErrorReason(daemon.status()) == "INSECURE_REQUIRED") {
       return Fail(kWrongFlags, daemon.status());
+    }
     return Fail(absl::IsAlreadyExists(daemon.status()) ? kInUse : kNotStarted,
                 daemon.status());
   }

@@ -13,10 +13,11 @@ namespace transport {
 constexpr int64_t Landing::kFrameBytes;
 
 Landing::Landing(uint64_t bucket_id, absl::Span<char> data,
-                 std::shared_ptr<const DigestMap> digests)
+                 std::shared_ptr<const DigestMap> digests, FileRange file)
     : bucket_id_(bucket_id),
       data_(data),
       digests_(std::move(digests)),
+      file_(file),
       frame_count_(static_cast<uint32_t>(
           (static_cast<int64_t>(data.size()) + kFrameBytes - 1) / kFrameBytes)),
       states_(frame_count_, FrameState::kEmpty),
@@ -27,6 +28,13 @@ Landing::Landing(uint64_t bucket_id, absl::Span<char> data,
 absl::Span<char> Landing::frame(uint32_t frame) const {
   DCHECK_LT(frame, frame_count_);
   return data_.subspan(static_cast<size_t>(frame) * kFrameBytes, kFrameBytes);
+}
+
+FileRange Landing::frame_file(uint32_t frame) const {
+  DCHECK_LT(frame, frame_count_);
+  FileRange file = file_;
+  if (file.fd >= 0) file.offset += static_cast<int64_t>(frame) * kFrameBytes;
+  return file;
 }
 
 Digest Landing::ComputeDigest(uint32_t frame_index) const {

@@ -16,6 +16,13 @@
 namespace weightsync {
 namespace transport {
 
+// Where some bytes also stand as a part of a file, for who can send from a file
+// without a copy of its own. fd < 0: nowhere. Does not own the descriptor.
+struct FileRange {
+  int fd = -1;
+  int64_t offset = 0;
+};
+
 // One bucket's bytes on this node while they are filled and sent on, in frames
 // of 64 KiB (the last one may be shorter). At the source, the snapshot fills
 // frames and marks them; at a receiver, the group does so after it has verified
@@ -41,9 +48,10 @@ class Landing {
     virtual void OnFailed(const absl::Status& status) = 0;
   };
 
-  // `digests` is shared by all landings of the same bucket layout.
+  // `digests` is shared by all landings of the same bucket layout. `file`: the
+  // same bytes as `data`, as a shared mapping of it.
   Landing(uint64_t bucket_id, absl::Span<char> data,
-          std::shared_ptr<const DigestMap> digests);
+          std::shared_ptr<const DigestMap> digests, FileRange file = {});
   Landing(const Landing&) = delete;
   Landing& operator=(const Landing&) = delete;
 
@@ -52,6 +60,8 @@ class Landing {
   uint32_t frame_count() const { return frame_count_; }
   // The memory of one frame. REQUIRES: frame < frame_count().
   absl::Span<char> frame(uint32_t frame) const;
+  // The same bytes in a file; fd < 0 when they are in none.
+  FileRange frame_file(uint32_t frame) const;
   // Computes the digest of what stands in the frame's memory now.
   Digest ComputeDigest(uint32_t frame) const;
 
@@ -103,6 +113,7 @@ class Landing {
   const uint64_t bucket_id_;
   const absl::Span<char> data_;
   const std::shared_ptr<const DigestMap> digests_;
+  const FileRange file_;
   const uint32_t frame_count_;
 
   mutable absl::Mutex mutex_;

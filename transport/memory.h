@@ -54,6 +54,9 @@ class Segment {
   // False in a process that got the segment read-only: a store by the CPU is a
   // SIGSEGV there.
   virtual bool writable() const = 0;
+  // A file whose bytes, from *offset on, are those of data(): for sending
+  // without a copy. Lives as long as the segment. Negative: there is none.
+  virtual int file(int64_t* /*offset*/) const { return -1; }
 
   // Reuse counters, which start at 0. What a slot of the table stands for is
   // the callers' agreement.
@@ -108,6 +111,10 @@ class Memory {
   // for writing.
   virtual absl::StatusOr<MemoryTicket> Export(const Segment& segment,
                                               const ExportOptions& options) = 0;
+
+  // Takes an export back, if nobody has imported it yet: what holds the bytes
+  // for its importer is let go now and not at the end of its ttl.
+  virtual void Withdraw(const MemoryTicket& ticket) = 0;
 
   // NOT_FOUND (TOKEN_UNKNOWN), FAILED_PRECONDITION (TOKEN_REDEEMED,
   // TOKEN_EXPIRED), PERMISSION_DENIED (TOKEN_OTHER_PROCESS), UNAVAILABLE

@@ -229,8 +229,8 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
           node->held.end());
       return;
     }
-    case v1::NodeReport::kHello:
     case v1::NodeReport::kWorkerDigests:
+    case v1::NodeReport::kHello:
     case v1::NodeReport::REPORT_NOT_SET:
       // Of a later release.
       return;

@@ -154,7 +154,7 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
       if (landing == nullptr) {
         landing = std::make_shared<Landing>(
             static_cast<uint64_t>(room.bucket), room.data,
-            std::make_shared<BucketDigestMap>(layout_, room.bucket));
+            std::make_shared<BucketDigestMap>(layout_, room.bucket), room.file);
         auto& count = counts_[room.bucket];
         count = std::make_unique<FrameCount>(this, landing);
         fresh.push_back(count.get());

@@ -294,6 +294,8 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
           room.data =
               absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
                              static_cast<size_t>(extent.bytes));
+          room.file.fd = extent.arena->segment()->file(&room.file.offset);
+          room.file.offset += extent.offset;
         }
         rooms.push_back(room);
       }

@@ -38,6 +38,7 @@
 #include "absl/types/span.h"
 #include "daemon/node/arena_space.h"
 #include "daemon/node/layouts.h"
+#include "transport/landing.h"
 #include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
@@ -82,6 +83,7 @@ struct LocatedUpdate {
 struct BucketRoom {
   int32_t bucket = 0;
   absl::Span<char> data;
+  transport::FileRange file;
 };
 
 class Store {

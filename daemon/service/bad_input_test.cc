@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <limits>
+#include <thread>
 
 #include "daemon/service/cluster_fixture.h"
 #include "gmock/gmock.h"
@@ -107,6 +108,155 @@ TEST_F(BadInputTest, ShardsThatCannotBe) {
   UpdateWorks(1);
 }
 
+TEST_F(BadInputTest, NamesAndCountsThatCannotBe) {
+  StartCluster();
+  const auto named = [&](const std::string& name) {
+    return Shard([&](auto* r) {
+      r->mutable_shards(0)->mutable_parameter()->set_name(name);
+    });
+  };
+  for (const std::string& name :
+       {std::string(), std::string(1025, 'x'), std::string("a\nb"),
+        std::string("a\0b", 3), std::string("\x7f")}) {
+    EXPECT_EQ(named(name), "PARAMETER_NAME_INVALID");
+  }
+  EXPECT_EQ(Worker([](auto* r) { r->mutable_tensors(0)->set_name("a\tb"); }),
+            "PARAMETER_NAME_INVALID");
+  EXPECT_EQ(Shard([](auto* r) {
+              auto* shape =
+                  r->mutable_shards(0)->mutable_parameter()->mutable_shape();
+              shape->Clear();
+              for (int d = 0; d < 9; ++d) shape->Add(1);
+            }),
+            "SHAPE_INVALID");
+  EXPECT_EQ(Shard([](auto* r) {
+              const v1::TensorShard shard = r->shards(0);
+              while (r->shards_size() <= 1 << 20) *r->add_shards() = shard;
+            }),
+            "TOO_MANY_PARAMETERS");
+  EXPECT_EQ(
+      Shard([](auto* r) { r->mutable_shards(0)->mutable_strides()->Add(-1); }),
+      "STRIDES_INVALID");
+  RegisterAgain();
+  UpdateWorks(1);
+}
+
+TEST_F(BadInputTest, VersionsThatAreNotNewer) {
+  StartCluster();
+  UpdateWorks(1);  // version 1
+  const auto high = PublishAll(2, 7);
+  ASSERT_TRUE(high.ok()) << high.status();
+  ASSERT_TRUE(trainers_[0]->Wait((*high)[0].version_name()).ok());
+  for (int64_t version : {1, 6, 7}) {
+    for (auto& trainer : trainers_) {
+      const absl::Status status = trainer->Publish(version).status();
+      ExpectError(status, absl::StatusCode::kFailedPrecondition,
+                  "VERSION_NOT_NEWER");
+      EXPECT_THAT(std::string(status.message()), HasSubstr("version 7"));
+    }
+  }
+  // The very same model goes on, with the number after the highest.
+  UpdateWorks(3);
+  const auto model = GetModel("a");
+  ASSERT_TRUE(model.ok());
+  EXPECT_EQ(model->floor_version(), 8);
+}
+
+TEST_F(BadInputTest, ARequestThatIsRepeated) {
+  StartCluster();
+  v1::PublishVersionRequest requests[2];
+  absl::StatusOr<v1::PublishVersionResponse> first[2];
+  for (int round = 0; round < 2; ++round) {
+    std::vector<std::thread> ranks;
+    for (int i = 0; i < 2; ++i) {
+      if (round == 0) trainers_[i]->Fill(1);
+      requests[i].set_session(trainers_[i]->session());
+      requests[i].set_request_id(absl::StrCat("step 1 of rank ", i));
+      ranks.emplace_back([&, i] {
+        const auto answer = trainers_[i]->Publish(requests[i]);
+        ASSERT_TRUE(answer.ok()) << answer.status();
+        if (round == 0) {
+          first[i] = answer;
+        } else {
+          EXPECT_EQ(answer->update_id(), first[i]->update_id());
+          EXPECT_EQ(answer->version(), first[i]->version());
+        }
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    ASSERT_TRUE(trainers_[0]->Wait("models/m/versions/1").ok());
+  }
+  EXPECT_EQ(workers_["r0"][0]->applies(), 1) << "there was no second update";
+  UpdateWorks(2);
+  EXPECT_EQ(GetModel("a")->floor_version(), 2);
+}
+
+TEST_F(BadInputTest, TimesThatCannotBe) {
+  StartCluster();
+  auto trainer = v1::TrainerService::NewStub(Channel("a"));
+  grpc::ClientContext wait_context;
+  SetDeadline(&wait_context);
+  v1::WaitVersionRequest wait;
+  wait.set_name("models/m/versions/1");
+  wait.mutable_timeout()->set_seconds(-1);
+  v1::Version version;
+  ExpectError(
+      FromGrpcStatus(trainer->WaitVersion(&wait_context, wait, &version)),
+      absl::StatusCode::kInvalidArgument, "TIMEOUT_INVALID");
+  grpc::ClientContext prepare_context;
+  SetDeadline(&prepare_context);
+  v1::PrepareRequest prepare;
+  prepare.set_model("models/m");
+  prepare.mutable_timeout()->set_seconds(-1);
+  v1::PrepareResponse prepared;
+  ExpectError(
+      FromGrpcStatus(Admin("a")->Prepare(&prepare_context, prepare, &prepared)),
+      absl::StatusCode::kInvalidArgument, "TIMEOUT_INVALID");
+  UpdateWorks(1);
+}
+
+// The caller's own deadline, not the server's.
+TEST_F(BadInputTest, APublishWithoutPatience) {
+  StartNode("a");
+  for (int rank = 0; rank < 2; ++rank) {
+    trainers_.push_back(std::make_unique<RawTrainer>(Channel("a"), rank, 2));
+    ASSERT_TRUE(trainers_.back()->Open().ok());
+  }
+  ASSERT_TRUE(trainers_[0]->Register(Shards(0)).ok());
+  v1::PublishVersionRequest request;
+  request.set_session(trainers_[0]->session());
+  request.set_request_id("once");
+  trainers_[0]->Fill(1);
+  const absl::Status status =
+      trainers_[0]->Publish(request, absl::Seconds(1)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  ASSERT_TRUE(trainers_[1]->Register(Shards(1)).ok());
+  StartReplica("a", "r0");
+  // As it was told: once more, with the same request_id.
+  trainers_[1]->Fill(1);
+  std::thread other([&] { EXPECT_TRUE(trainers_[1]->Publish().ok()); });
+  const auto again = trainers_[0]->Publish(request);
+  other.join();
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->version(), 1);
+  ASSERT_TRUE(trainers_[0]->Wait(again->version_name()).ok());
+  UpdateWorks(2);
+}
+
+TEST_F(BadInputTest, OffersThatNobodyTookEndWithTheirSession) {
+  StartCluster();
+  const std::string socket = daemons_["a"]->addresses().descriptor_socket;
+  const auto offer = trainers_[0]->Allocate(1 << 20);
+  ASSERT_TRUE(offer.ok()) << offer.status();
+  ASSERT_TRUE(trainers_[0]->Close().ok());
+  ExpectError(transport::RedeemFd(socket, offer->token(), kDeadline).status(),
+              absl::StatusCode::kNotFound, "TOKEN_UNKNOWN");
+  trainers_[0] = std::make_unique<RawTrainer>(Channel("a"), 0, 2);
+  const absl::Status again = trainers_[0]->SetUp(model_);
+  ASSERT_TRUE(again.ok()) << again;
+  UpdateWorks(1);
+}
+
 TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
   StartCluster();
   const std::string others = Shards(1).regions(0).memory().arena().arena_id();
@@ -137,6 +287,23 @@ TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
                 },
                 absl::StatusCode::kNotFound),
             "MEMORY_UNKNOWN");
+  EXPECT_EQ(Shard([](auto* r) {
+              r->mutable_regions(0)->mutable_memory()->mutable_posix_shm();
+            }),
+            "MEMORY_NAME_INVALID");
+  EXPECT_EQ(
+      Shard([](auto* r) {
+        r->mutable_regions(0)->mutable_memory()->mutable_posix_shm()->set_name(
+            "/../etc/passwd");
+      }),
+      "MEMORY_NAME_INVALID");
+  EXPECT_EQ(Shard([](auto* r) { r->mutable_regions(0)->clear_memory(); }),
+            "MEMORY_KIND_MISSING");
+  for (int64_t bytes : {int64_t{0}, int64_t{-1}}) {
+    EXPECT_EQ(
+        Shard([&](auto* r) { r->mutable_regions(0)->set_size_bytes(bytes); }),
+        "MEMORY_SIZE_INVALID");
+  }
   RegisterAgain();
   ASSERT_TRUE(trainers_[1]->Register(Shards(1)).ok());
   UpdateWorks(1);
@@ -457,10 +624,22 @@ TEST_F(BadInputTest, OptionsThatCannotBe) {
     return Daemon::Start(options).status();
   };
   const absl::StatusCode invalid = absl::StatusCode::kInvalidArgument;
-  for (int64_t bytes : {int64_t{0}, int64_t{-1}, int64_t{1} << 60}) {
+  for (int64_t bytes :
+       {int64_t{0}, int64_t{-1}, int64_t{1}, int64_t{1} << 60}) {
     ExpectError(start([&](Options* o) { o->bucket_bytes = bytes; }), invalid,
                 "BUCKET_BYTES_INVALID");
   }
+  ExpectError(
+      start([](Options* o) { o->store_budget_bytes = int64_t{1} << 60; }),
+      invalid, "STORE_BUDGET_INVALID");
+  ExpectError(start([](Options* o) { o->coordinator_address = "nonsense"; }),
+              invalid, "ADDRESS_INVALID");
+  // TEST-NET-1: no machine has it.
+  ExpectError(start([](Options* o) {
+                o->data_address = "192.0.2.1";
+                o->insecure = true;
+              }),
+              invalid, "ADDRESS_INVALID");
   ExpectError(start([](Options* o) { o->node = "B"; }), invalid,
               "NODE_NAME_INVALID");
   ExpectError(start([](Options* o) { o->listen = {"example.org:1"}; }), invalid,

@@ -14,6 +14,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/memory/memory.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -81,6 +82,31 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view text) {
   return address;
 }
 
+absl::Status CheckDialled(absl::string_view address) {
+  absl::string_view rest = address;
+  bool fine;
+  if (absl::ConsumePrefix(&rest, "unix:")) {
+    fine = !rest.empty();
+  } else {
+    const size_t colon = rest.rfind(':');
+    int port = 0;
+    fine = colon != absl::string_view::npos && colon > 0 &&
+           absl::SimpleAtoi(rest.substr(colon + 1), &port) && port > 0 &&
+           port <= 65535;
+    const absl::string_view host = rest.substr(0, fine ? colon : 0);
+    const bool v6 = absl::StartsWith(host, "[") && absl::EndsWith(host, "]");
+    for (const char c : host) {
+      fine = fine && absl::ascii_isgraph(c) && c != '/' && (v6 || c != ':');
+    }
+  }
+  if (fine) return absl::OkStatus();
+  return ErrorStatus(
+      absl::StatusCode::kInvalidArgument, "ADDRESS_INVALID",
+      absl::StrCat("--coordinator_address=", address,
+                   " names no daemon; give HOST:PORT, such as trainer-0:7670 "
+                   "or [fd00::4]:7670, or unix:PATH"));
+}
+
 absl::Status CheckReach(const HostPort& address, bool insecure,
                         absl::string_view flag) {
   if (address.loopback || insecure) return absl::OkStatus();
@@ -116,6 +142,12 @@ absl::Status WhyNotListen(const HostPort& address) {
   if (bind(fd, reinterpret_cast<sockaddr*>(&storage), size) == 0 &&
       listen(fd, 1) == 0) {
     return absl::OkStatus();
+  }
+  if (errno == EADDRNOTAVAIL) {
+    return ErrorStatus(absl::StatusCode::kInvalidArgument, "ADDRESS_INVALID",
+                       absl::StrCat(address.host,
+                                    " is not an address of this machine; `ip "
+                                    "address` shows which ones are"));
   }
   if (errno == EADDRINUSE) {
     return ErrorStatus(

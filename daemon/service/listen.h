@@ -32,6 +32,11 @@ absl::StatusOr<HostPort> ParseHostPort(absl::string_view text);
 // A numeric host without a port.
 absl::StatusOr<HostPort> ParseHost(absl::string_view text);
 
+// INVALID_ARGUMENT (ADDRESS_INVALID) unless a daemon could be dialled at
+// `address`: HOST:PORT, the host by name or number, or unix:PATH. Nothing is
+// looked up.
+absl::Status CheckDialled(absl::string_view address);
+
 // FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines
 // can reach, unless it was allowed. `flag`: for the sentence.
 absl::Status CheckReach(const HostPort& address, bool insecure,

@@ -68,7 +68,19 @@ TEST(ListenTest, SaysWhyNothingCanListen) {
   close(fd);
   // TEST-NET-1: nobody has it.
   EXPECT_EQ(ErrorReason(WhyNotListen(*ParseHostPort("192.0.2.1:0"))),
-            "LISTEN_FAILED");
+            "ADDRESS_INVALID");
+}
+
+TEST(ListenTest, WhatCanBeDialled) {
+  for (const char* good : {"10.0.0.4:7670", "trainer-0.jobs:7670",
+                           "[fd00::4]:7670", "unix:/run/a.sock"}) {
+    EXPECT_TRUE(CheckDialled(good).ok()) << good;
+  }
+  for (const char* bad :
+       {"nonsense", "host:", ":7670", "host:0", "host:65536", "host:x",
+        "fd00::4:7670", "unix:", "dns:///a:1", "a b:1"}) {
+    EXPECT_EQ(ErrorReason(CheckDialled(bad)), "ADDRESS_INVALID") << bad;
+  }
 }
 
 TEST(ListenTest, ADirectoryHasOneOwner) {

@@ -45,10 +45,25 @@ absl::Status ApiStatus(const absl::Status& status) {
   return status;
 }
 
-absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory,
-                                          const std::string& arena_id,
-                                          const transport::Segment& segment,
-                                          pid_t pid, bool read_only) {
+ArenaOffers::~ArenaOffers() {
+  for (const auto& entry : tickets_) memory_->Withdraw(entry.second);
+}
+
+bool ArenaOffers::Has(const std::string& arena_id) const {
+  return tickets_.count(arena_id) > 0;
+}
+
+bool ArenaOffers::TakeBack(const std::string& arena_id) {
+  auto found = tickets_.find(arena_id);
+  if (found == tickets_.end()) return false;
+  memory_->Withdraw(found->second);
+  tickets_.erase(found);
+  return true;
+}
+
+absl::StatusOr<v1::ArenaOffer> ArenaOffers::Make(
+    transport::Memory* memory, const std::string& arena_id,
+    const transport::Segment& segment, pid_t pid, bool read_only) {
   transport::ExportOptions options;
   options.read_only = read_only;
   if (pid > 0) options.pid = pid;
@@ -56,6 +71,8 @@ absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory,
   absl::StatusOr<transport::MemoryTicket> ticket =
       memory->Export(segment, options);
   if (!ticket.ok()) return ApiStatus(ticket.status());
+  memory_ = memory;
+  tickets_[arena_id] = *ticket;
   v1::ArenaOffer offer;
   offer.set_arena_id(arena_id);
   if (const auto* arena = dynamic_cast<const transport::Arena*>(&segment)) {

@@ -3,6 +3,7 @@
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_NODE_CONTEXT_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_NODE_CONTEXT_H_
 
+#include <map>
 #include <string>
 
 #include "daemon/node/layouts.h"
@@ -43,12 +44,29 @@ struct NodeContext {
 // promises.
 absl::Status ApiStatus(const absl::Status& status);
 
-// Exports `segment` to process `pid` (0: to whoever has the token) under the
-// name `arena_id`.
-absl::StatusOr<v1::ArenaOffer> OfferArena(transport::Memory* memory,
-                                          const std::string& arena_id,
-                                          const transport::Segment& segment,
-                                          pid_t pid, bool read_only);
+// What one client was offered. Offers that it has not taken when this goes are
+// taken back: an offer keeps the memory alive.
+class ArenaOffers {
+ public:
+  ArenaOffers() = default;
+  ~ArenaOffers();
+  ArenaOffers(const ArenaOffers&) = delete;
+  ArenaOffers& operator=(const ArenaOffers&) = delete;
+
+  // Exports `segment` to process `pid` (0: to whoever has the token) under the
+  // name `arena_id`. `memory` outlives this.
+  absl::StatusOr<v1::ArenaOffer> Make(transport::Memory* memory,
+                                      const std::string& arena_id,
+                                      const transport::Segment& segment,
+                                      pid_t pid, bool read_only);
+  bool Has(const std::string& arena_id) const;
+  // False: there was none.
+  bool TakeBack(const std::string& arena_id);
+
+ private:
+  transport::Memory* memory_ = nullptr;
+  std::map<std::string, transport::MemoryTicket> tickets_;
+};
 
 // 32 hexadecimal digits that nobody can guess.
 std::string RandomId();

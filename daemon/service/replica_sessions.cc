@@ -469,7 +469,7 @@ void ReplicaSessions::Refuse(const v1::RefuseWorker& command) {
 
 absl::Status ReplicaSessions::Offer(Worker* worker,
                                     const std::string& arena_id) {
-  if (worker->arenas.count(arena_id) > 0) return absl::OkStatus();
+  if (worker->offers.Has(arena_id)) return absl::OkStatus();
   const std::shared_ptr<const transport::Segment> arena =
       node_.store->FindArena(arena_id);
   if (arena == nullptr) {
@@ -477,10 +477,9 @@ absl::Status ReplicaSessions::Offer(Worker* worker,
         absl::StatusCode::kInternal, "ARENA_UNKNOWN",
         absl::StrCat("the store has no arena ", arena_id, " any more"));
   }
-  absl::StatusOr<v1::ArenaOffer> offer = OfferArena(
+  absl::StatusOr<v1::ArenaOffer> offer = worker->offers.Make(
       node_.memory, arena_id, *arena, worker->process, /*read_only=*/true);
   if (!offer.ok()) return offer.status();
-  worker->arenas.insert(arena_id);
   v1::WorkerCommand command;
   *command.mutable_arena() = *std::move(offer);
   worker->stream->Write(std::move(command));
@@ -499,7 +498,7 @@ void ReplicaSessions::ArenaAdded(const std::string& arena_id) {
 
 void ReplicaSessions::ArenaDropped(const std::string& arena_id) {
   for (const auto& entry : workers_) {
-    if (entry.second->arenas.erase(arena_id) == 0) continue;
+    if (!entry.second->offers.TakeBack(arena_id)) continue;
     v1::WorkerCommand command;
     command.set_drop_arena_id(arena_id);
     entry.second->stream->Write(std::move(command));

@@ -79,7 +79,7 @@ class ReplicaSessions {
   struct Worker : Lease<v1::WorkerReport, v1::WorkerCommand> {
     // `installed` is kept as it is now.
     v1::RegisterWorker registration;
-    std::set<std::string> arenas;
+    ArenaOffers offers;
     std::set<std::string> layouts;
     // The apply that the worker is at; command_id empty: none.
     std::string command_id;

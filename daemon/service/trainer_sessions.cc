@@ -245,8 +245,8 @@ void TrainerSessions::AllocateArena(
             return;
           }
           absl::StatusOr<v1::ArenaOffer> offer =
-              OfferArena(node_.memory, RandomId(), *segment, session->process,
-                         /*read_only=*/false);
+              session->offers.Make(node_.memory, RandomId(), *segment,
+                                   session->process, /*read_only=*/false);
           if (!offer.ok()) {
             answer->Finish(offer.status());
             return;

@@ -85,6 +85,7 @@ class TrainerSessions {
     std::string session;
     v1::TrainerIdentity identity;
     std::map<std::string, std::shared_ptr<transport::Segment>> arenas;
+    ArenaOffers offers;
     std::shared_ptr<const Registration> registration;
     int64_t publish_index = 0;
     // Calls that wait for a copy, by the update that it is for. A call that is

@@ -5,6 +5,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
@@ -42,6 +43,14 @@ absl::Status CheckTensor(
     return Invalid("PARAMETER_NAME_INVALID",
                    absl::StrCat("a parameter's name has 1 to 1024 bytes, not ",
                                 name.size()));
+  }
+  for (const char c : name) {
+    if (absl::ascii_iscntrl(static_cast<unsigned char>(c))) {
+      return Invalid(
+          "PARAMETER_NAME_INVALID",
+          absl::StrCat("parameter \"", absl::CHexEscape(name.substr(0, 200)),
+                       "\" has a control character in its name"));
+    }
   }
   const int element_bytes = BytesOf(dtype);
   if (element_bytes == 0) {

@@ -27,7 +27,7 @@ constexpr int64_t kNewestVersion = int64_t{1} << 62;
 
 // Parameters, dimensions and workers beyond these are mistakes, and would make
 // lists that nobody can hold.
-inline constexpr int kMaxDimensions = 16;
+inline constexpr int kMaxDimensions = 8;
 inline constexpr int kMaxWorldSize = 65536;
 inline constexpr int kMaxWorkers = 4096;
 inline constexpr int kMaxParameters = 1 << 20;

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -27,15 +28,19 @@ WarmMemory::WarmMemory(int64_t bytes) : bytes_(bytes) {
 WarmMemory::~WarmMemory() { munmap(data_, bytes_); }
 
 absl::Duration TimeMemcpy(const WarmMemory& source, const WarmMemory& target,
-                          int threads) {
+                          int threads, int64_t call_bytes) {
   CHECK_GE(target.bytes(), source.bytes());
+  if (call_bytes <= 0) call_bytes = source.bytes();
   const absl::Time start = absl::Now();
   std::vector<std::thread> copies;
   for (int i = 0; i < threads; ++i) {
     const int64_t begin = source.bytes() * i / threads;
     const int64_t end = source.bytes() * (i + 1) / threads;
-    copies.emplace_back([&source, &target, begin, end] {
-      std::memcpy(target.data() + begin, source.data() + begin, end - begin);
+    copies.emplace_back([&source, &target, begin, end, call_bytes] {
+      for (int64_t at = begin; at < end; at += call_bytes) {
+        std::memcpy(target.data() + at, source.data() + at,
+                    std::min(call_bytes, end - at));
+      }
     });
   }
   for (std::thread& copy : copies) copy.join();

@@ -30,10 +30,10 @@ class WarmMemory {
 };
 
 // Copies `source` to `target` with that many threads; the time from the start
-// of the first to the end of the last. REQUIRES: target.bytes() >=
-// source.bytes().
+// of the first to the end of the last. Each call of memcpy copies `call_bytes`;
+// 0: all that is its thread's. REQUIRES: target.bytes() >= source.bytes().
 absl::Duration TimeMemcpy(const WarmMemory& source, const WarmMemory& target,
-                          int threads);
+                          int threads, int64_t call_bytes = 0);
 
 // The receiving end of plain sockets, for the rest of the process's life: takes
 // what TimeSockets sends, at most `bytes` at a time, into one warm buffer.

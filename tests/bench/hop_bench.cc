@@ -15,6 +15,7 @@
 
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -101,9 +102,12 @@ double Median(std::vector<double> values) {
 class Member {
  public:
   Member() : hosts_(absl::StrSplit(FLAGS_hosts, ',')), index_(FLAGS_index) {
+    // As the store's arenas: what is sent is sent from the file.
+    file_ = memfd_create("hop_bench", MFD_CLOEXEC);
+    PCHECK(file_ >= 0 && ftruncate(file_, FLAGS_bytes) == 0);
     void* memory =
         mmap(nullptr, static_cast<size_t>(FLAGS_bytes), PROT_READ | PROT_WRITE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+             MAP_SHARED | MAP_POPULATE, file_, 0);
     PCHECK(memory != MAP_FAILED);
     data_ = static_cast<char*>(memory);
     for (int64_t at = 0; at < FLAGS_bytes; at += 4) {
@@ -182,7 +186,8 @@ class Member {
                         2}}});
       landings_.push_back(std::make_shared<Landing>(
           landings_.size(),
-          absl::MakeSpan(data_ + at, static_cast<size_t>(size)), map));
+          absl::MakeSpan(data_ + at, static_cast<size_t>(size)), map,
+          transport::FileRange{file_, at}));
     }
   }
 
@@ -316,6 +321,7 @@ class Member {
   const std::vector<std::string> hosts_;
   const int index_;
   char* data_ = nullptr;
+  int file_ = -1;
   std::unique_ptr<transport::tcp::Endpoint> endpoint_;
   std::unique_ptr<transport::Group> group_;
   std::vector<std::shared_ptr<Landing>> landings_;

@@ -4,6 +4,7 @@
 #
 # Usage: tests/bench/run.sh [NAME ...] [--json] [--smoke] [--runs N] [--verbose]
 #   NAME      same_node_stage  publish to applied on one node, 1 GiB: GB/s over memcpy
+#             same_node_stage_tensors  the same with tensors of 8 MiB: over memcpy, a call a tensor
 #             one_hop          first byte to VERIFIED between two network namespaces, 1 GiB:
 #                              GB/s over plain sockets
 #             fanout_1 _2 _4   256 MiB to so many nodes over links of 1 Gbit/s: seconds over
@@ -22,7 +23,7 @@ set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 . tests/bench/netns.sh
-readonly ALL=(same_node_stage daemon_memory one_hop fanout_1 fanout_2 fanout_4
+readonly ALL=(same_node_stage same_node_stage_tensors daemon_memory one_hop fanout_1 fanout_2 fanout_4
   plan_deepseek plan_growth replan)
 readonly SMOKE=(same_node_stage daemon_memory one_hop fanout_2 plan_growth)
 readonly PORT=7670
@@ -207,6 +208,16 @@ same_node_stage() {
   fi
 }
 
+same_node_stage_tensors() {
+  local bytes=$1 size=--tensor_bytes=$((8 << 20))
+  open_stdin &&
+    start_daemon 0 $((bytes * 7 / 2)) &&
+    start_worker 0 --bytes="$bytes" "$size" &&
+    worker_ready 0 0 &&
+    trainer --bench=same_node_stage_tensors --bytes="$bytes" "$size" --runs="${runs:-5}" \
+      --value=applied --floor=memcpy_tensors
+}
+
 over_network() {
   local name=$1 receivers=$2 rate=$3 bytes=$4 value=$5 default_runs=$6 i
   make_network $((receivers + 1)) "$rate" && open_stdin || return 1
@@ -256,6 +267,9 @@ for name in "${names[@]}"; do
       stage_done=1
       same_node_stage "${sizes[0]}" "$(wants same_node_stage && echo 1)" \
         "$(wants daemon_memory && echo 1)"
+      ;;
+    same_node_stage_tensors)
+      same_node_stage_tensors "${sizes[0]}"
       ;;
     one_hop | fanout_*)
       if ((EUID != 0)); then

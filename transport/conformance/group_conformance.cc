@@ -153,7 +153,10 @@ TEST_P(GroupConformance, AGroupMovesAgain) {
     a.FillAndMark(round);
     // Receivers may be ahead of their predecessors, and hold everything
     // already.
-    if (round == 3) c[0].bytes() = a[0].bytes(), c[0].landing()->MarkAllReady();
+    if (round == 3) {
+      std::copy(a[0].bytes().begin(), a[0].bytes().end(), c[0].bytes().begin());
+      c[0].landing()->MarkAllReady();
+    }
     ASSERT_TRUE(groups[2]->Move(c.landings()).ok());
     ASSERT_TRUE(groups[1]->Move(b.landings()).ok());
     ASSERT_TRUE(groups[0]->Move(a.landings()).ok());
@@ -392,7 +395,7 @@ TEST_P(GroupConformance, AbortEndsEverybodyInBoundedTime) {
         MakeError(absl::StatusCode::kCancelled, "OPERATOR", "somebody asked"));
     EXPECT_LT(absl::Now() - start, absl::Seconds(2));
     // Nobody touches the memory any more.
-    const std::vector<char> before = b[0].bytes();
+    const std::vector<char> before(b[0].bytes().begin(), b[0].bytes().end());
     a[0].Mark(50);
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_TRUE(before == b[0].bytes());

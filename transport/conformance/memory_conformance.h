@@ -173,6 +173,16 @@ TEST_P(MemoryConformance, ATicketIsGoodForOneImport) {
   EXPECT_FALSE(fixture_->importer()->Import(*ticket, kTimeout).ok());
 }
 
+TEST_P(MemoryConformance, AnExportThatWasTakenBackIsGoodForNothing) {
+  const std::unique_ptr<Segment> segment = Allocate(5000);
+  const absl::StatusOr<MemoryTicket> ticket =
+      memory()->Export(*segment, ExportOptions());
+  ASSERT_TRUE(ticket.ok());
+  memory()->Withdraw(*ticket);
+  EXPECT_FALSE(fixture_->importer()->Import(*ticket, kTimeout).ok());
+  memory()->Withdraw(*ticket);  // once more: nothing happens
+}
+
 TEST_P(MemoryConformance, StridedCopyWithDigest) {
   const std::unique_ptr<Segment> segment = Allocate(1 << 20);
   const std::string source = RandomBytes(100 * 300 * 2, 5);

@@ -1,5 +1,8 @@
 #include "transport/conformance/test_chain.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -32,10 +35,29 @@ std::shared_ptr<const DigestMap> MapOf(uint64_t id, int64_t size) {
 
 }  // namespace
 
-TestBucket::TestBucket(uint64_t id, int64_t size)
-    : bytes_(static_cast<size_t>(size)),
-      landing_(std::make_shared<Landing>(id, absl::MakeSpan(bytes_),
-                                         MapOf(id, size))) {}
+TestBucket::TestBucket(uint64_t id, int64_t size) {
+  constexpr int64_t kPlace = 1234;
+  FileRange range;
+  if (id % 2 == 1) {
+    file_ = memfd_create("test_bucket", MFD_CLOEXEC);
+    map_bytes_ = static_cast<size_t>(kPlace + size);
+    EXPECT_EQ(ftruncate(file_, static_cast<off_t>(map_bytes_)), 0);
+    map_ = static_cast<char*>(mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE,
+                                   MAP_SHARED, file_, 0));
+    EXPECT_NE(map_, MAP_FAILED);
+    range = {file_, kPlace};
+    bytes_ = absl::MakeSpan(map_ + kPlace, static_cast<size_t>(size));
+  } else {
+    memory_.resize(static_cast<size_t>(size));
+    bytes_ = absl::MakeSpan(memory_);
+  }
+  landing_ = std::make_shared<Landing>(id, bytes_, MapOf(id, size), range);
+}
+
+TestBucket::~TestBucket() {
+  if (map_ != nullptr) munmap(map_, map_bytes_);
+  if (file_ >= 0) close(file_);
+}
 
 void TestBucket::Fill(uint32_t seed) {
   std::mt19937 random(seed);

@@ -15,10 +15,14 @@ namespace weightsync {
 namespace transport {
 
 // Memory and landing of one bucket on one node, of 16-bit elements and, at the
-// end of an odd size, one byte.
+// end of an odd size, one byte. Buckets of odd ids lie in a file too, at some
+// odd place of it.
 class TestBucket {
  public:
   TestBucket(uint64_t id, int64_t size);
+  ~TestBucket();
+  TestBucket(const TestBucket&) = delete;
+  TestBucket& operator=(const TestBucket&) = delete;
   // Random bytes by `seed`, all frames ready.
   void FillAndMark(uint32_t seed);
   // Random bytes, nothing marked.
@@ -29,11 +33,15 @@ class TestBucket {
   void TakeFrom(const TestBucket& other, uint32_t frame);
 
   const std::shared_ptr<Landing>& landing() const { return landing_; }
-  std::vector<char>& bytes() { return bytes_; }
-  const std::vector<char>& bytes() const { return bytes_; }
+  absl::Span<char> bytes() { return bytes_; }
+  absl::Span<const char> bytes() const { return bytes_; }
 
  private:
-  std::vector<char> bytes_;
+  std::vector<char> memory_;
+  int file_ = -1;
+  char* map_ = nullptr;
+  size_t map_bytes_ = 0;
+  absl::Span<char> bytes_;
   std::shared_ptr<Landing> landing_;
 };
 

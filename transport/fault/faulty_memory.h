@@ -54,6 +54,9 @@ class FaultyMemory final : public Memory {
       int64_t bytes, const AllocateOptions& options) override;
   absl::StatusOr<MemoryTicket> Export(const Segment& segment,
                                       const ExportOptions& options) override;
+  void Withdraw(const MemoryTicket& ticket) override {
+    base_->Withdraw(ticket);
+  }
   absl::StatusOr<std::unique_ptr<Segment>> Import(
       const MemoryTicket& ticket, absl::Duration timeout) override;
   absl::Status Copy(absl::Span<const CopyTask> tasks,

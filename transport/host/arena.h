@@ -61,6 +61,10 @@ class Arena final : public Segment {
   char* data() const override { return data_; }
   int64_t bytes() const override { return bytes_; }
   bool writable() const override { return writable_; }
+  int file(int64_t* offset) const override {
+    *offset = data_offset_bytes();
+    return fd_.get();
+  }
   int generation_slots() const override { return generation_slots_; }
   uint64_t Generation(int slot) const override;
   uint64_t AdvanceGeneration(int slot) override;

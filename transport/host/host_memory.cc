@@ -50,6 +50,12 @@ absl::StatusOr<MemoryTicket> HostMemory::Export(const Segment& segment,
   return ticket;
 }
 
+void HostMemory::Withdraw(const MemoryTicket& ticket) {
+  if (fds_ != nullptr && ticket.kind == MemoryKind::kHost) {
+    fds_->Withdraw(ticket.token);
+  }
+}
+
 absl::StatusOr<std::unique_ptr<Segment>> HostMemory::Import(
     const MemoryTicket& ticket, absl::Duration timeout) {
   if (ticket.kind != MemoryKind::kHost) {

@@ -103,13 +103,16 @@ MemoryLimits LookAtMemory(const std::string& proc_root,
                           const std::string& cgroup_root) {
   MemoryLimits limits;
   limits.machine_available_bytes = INT64_MAX;
+  limits.machine_total_bytes = INT64_MAX;
   const std::string meminfo = ReadFile(proc_root + "/meminfo").value_or("");
   for (absl::string_view line : absl::StrSplit(meminfo, '\n')) {
+    const bool total = absl::ConsumePrefix(&line, "MemTotal:");
     int64_t kib;
-    if (absl::ConsumePrefix(&line, "MemAvailable:") &&
+    if ((total || absl::ConsumePrefix(&line, "MemAvailable:")) &&
         absl::ConsumeSuffix(&line, "kB") &&
         absl::SimpleAtoi(absl::StripAsciiWhitespace(line), &kib)) {
-      limits.machine_available_bytes = kib * 1024;
+      (total ? limits.machine_total_bytes : limits.machine_available_bytes) =
+          kib * 1024;
     }
   }
   const std::string groups = ReadFile(proc_root + "/self/cgroup").value_or("");

@@ -13,6 +13,7 @@ namespace transport {
 // How much memory this process may still take.
 struct MemoryLimits {
   int64_t machine_available_bytes = 0;  // MemAvailable
+  int64_t machine_total_bytes = 0;      // MemTotal
   // Of the control group (or one above it) that leaves the least; INT64_MAX
   // where none sets a limit. What the kernel could drop of the group's file
   // pages counts as free.
@@ -20,6 +21,11 @@ struct MemoryLimits {
   int64_t group_limit_bytes = INT64_MAX;
   std::string group;  // its directory
 
+  // What this process could ever have.
+  int64_t total_bytes() const {
+    return machine_total_bytes < group_limit_bytes ? machine_total_bytes
+                                                   : group_limit_bytes;
+  }
   int64_t available_bytes() const {
     return machine_available_bytes < group_available_bytes
                ? machine_available_bytes

@@ -1,7 +1,10 @@
 #include "transport/tcp/out_stream.h"
 
 #include <poll.h>
+#include <signal.h>
+#include <sys/sendfile.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -40,6 +43,11 @@ void OutStream::Join() {
 }
 
 void OutStream::Run() {
+  // sendfile has no MSG_NOSIGNAL.
+  sigset_t pipe;
+  sigemptyset(&pipe);
+  sigaddset(&pipe, SIGPIPE);
+  pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
   last_sent_ = last_heard_ = last_read_ = NowNanos();
   absl::Status status = Loop();
   if (!status.ok() && hop_->stop_mode() == StopMode::kRun) {
@@ -101,7 +109,7 @@ absl::Status OutStream::Loop() {
 
 absl::Status OutStream::FillBatch(int64_t now) {
   // The first part is for what comes before the frames.
-  parts_.assign(1, iovec{nullptr, 0});
+  parts_.assign(1, Part());
   next_part_ = 1;
   frames_.clear();
   damaged_.clear();
@@ -137,7 +145,8 @@ absl::Status OutStream::FillBatch(int64_t now) {
   } else {
     return absl::OkStatus();
   }
-  parts_[0] = {&control_[0], control_.size()};
+  parts_[0].data = control_.data();
+  parts_[0].bytes = control_.size();
   next_part_ = 0;
   return absl::OkStatus();
 }
@@ -174,22 +183,49 @@ absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, int64_t now) {
   if (fault.kind == FrameFault::Kind::kDamagePayload) {
     damaged_.emplace_back(payload.data(), payload.size());
     damaged_.back()[payload.size() / 2] ^= 1;
-    AddBytes(damaged_.back().data(), payload.size());
+    parts_.push_back({damaged_.back().data(), payload.size(), FileRange()});
+    return absl::OkStatus();
+  }
+  const FileRange file = ref.landing->frame_file(ref.frame);
+  if (!parts_.empty() && file.fd >= 0 && parts_.back().file.fd == file.fd &&
+      parts_.back().file.offset + static_cast<int64_t>(parts_.back().bytes) ==
+          file.offset) {
+    parts_.back().bytes += payload.size();
   } else {
-    AddBytes(payload.data(), payload.size());
+    parts_.push_back({payload.data(), payload.size(), file});
   }
   return absl::OkStatus();
 }
 
-void OutStream::AddBytes(const void* data, size_t bytes) {
-  parts_.push_back({const_cast<void*>(data), bytes});
+// From a file the kernel sends the pages themselves. They must not change until
+// the peer has them: a READY frame never does while its group lives, and what a
+// connection that was given up still carries fails its digest.
+ssize_t OutStream::SendParts() {
+  const Part& first = parts_[next_part_];
+  if (first.file.fd >= 0) {
+    off_t offset = static_cast<off_t>(first.file.offset);
+    const ssize_t n = sendfile(fd_.get(), first.file.fd, &offset, first.bytes);
+    if (n != 0) return n;
+    errno = EIO;  // the file is shorter than the memory that it was
+    return -1;
+  }
+  iovec vectors[kBatchFrames + 1];
+  size_t count = 0;
+  while (next_part_ + count < parts_.size() && count < kBatchFrames + 1 &&
+         parts_[next_part_ + count].file.fd < 0) {
+    const Part& part = parts_[next_part_ + count];
+    vectors[count++] = {const_cast<char*>(part.data), part.bytes};
+  }
+  msghdr message{};
+  message.msg_iov = vectors;
+  message.msg_iovlen = count;
+  const bool more = next_part_ + count < parts_.size();
+  return sendmsg(fd_.get(), &message,
+                 MSG_DONTWAIT | MSG_NOSIGNAL | (more ? MSG_MORE : 0));
 }
 
 absl::Status OutStream::SendBatch(bool* blocked) {
-  msghdr message{};
-  message.msg_iov = &parts_[next_part_];
-  message.msg_iovlen = parts_.size() - next_part_;
-  const ssize_t n = sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  const ssize_t n = SendParts();
   if (n < 0) {
     if (errno == EINTR) return absl::OkStatus();
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
@@ -201,14 +237,14 @@ absl::Status OutStream::SendBatch(bool* blocked) {
   last_sent_ = NowNanos();
   size_t left = static_cast<size_t>(n);
   while (left > 0) {
-    iovec& part = parts_[next_part_];
-    if (left < part.iov_len) {
-      part.iov_base = static_cast<char*>(part.iov_base) + left;
-      part.iov_len -= left;
-      *blocked = true;
+    Part& part = parts_[next_part_];
+    if (left < part.bytes) {
+      part.data += left;
+      part.bytes -= left;
+      part.file.offset += static_cast<int64_t>(left);
       break;
     }
-    left -= part.iov_len;
+    left -= part.bytes;
     ++next_part_;
   }
   // Heartbeats are no progress.

@@ -1,8 +1,6 @@
 #ifndef WEIGHTSYNC_TRANSPORT_TCP_OUT_STREAM_H_
 #define WEIGHTSYNC_TRANSPORT_TCP_OUT_STREAM_H_
 
-#include <sys/uio.h>
-
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -30,6 +28,12 @@ class OutStream : private MessageSink {
   void Join();
 
  private:
+  // Bytes to send: in memory, or (file.fd >= 0) a range of a file.
+  struct Part {
+    const char* data = nullptr;
+    size_t bytes = 0;
+    FileRange file;
+  };
   struct Delayed {
     int64_t due;
     Outbound::FrameRef ref;
@@ -42,9 +46,11 @@ class OutStream : private MessageSink {
   // Adds a frame to the batch, as the fault policy likes it. Silence ends in
   // silent_.
   absl::Status AddFrame(const Outbound::FrameRef& ref, int64_t now);
-  void AddBytes(const void* data, size_t bytes);
   // *blocked when the socket takes no more now.
   absl::Status SendBatch(bool* blocked);
+  // One system call for what lies in memory, or in one run of a file, next.
+  // What it returns, and errno.
+  ssize_t SendParts();
   absl::Status ReadAll(bool* heard);
   void Poll(bool blocked, int64_t now);
   bool batch_empty() const { return next_part_ == parts_.size(); }
@@ -69,7 +75,7 @@ class OutStream : private MessageSink {
   std::string control_;               // what comes before them, or a message
   std::vector<std::string> damaged_;  // copies for the fault policy
   bool damage_header_ = false;        // for the fault policy
-  std::vector<iovec> parts_;
+  std::vector<Part> parts_;
   size_t next_part_ = 0;
   std::deque<Delayed> delayed_;
   bool said_give_up_ = false;
