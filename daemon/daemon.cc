@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "daemon/node/node_journal.h"
 #include "daemon/service/admin_service.h"
 #include "daemon/service/agent.h"
 #include "daemon/service/client_services.h"
@@ -61,6 +62,8 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   coordinator.apply_timeout = deadlines.apply;
   coordinator.resume_timeout = deadlines.resume;
   coordinator.publish_timeout = deadlines.publish;
+  coordinator.barrier_timeout = deadlines.barrier;
+  coordinator.operation_timeout = deadlines.operation;
   coordinator.heartbeat_interval = deadlines.heartbeat_interval;
   coordinator.heartbeat_timeout = deadlines.heartbeat;
   coordinator.node_reconnect_grace = deadlines.node_reconnect_grace;
@@ -124,6 +127,7 @@ class DaemonImpl final : public Daemon {
   std::unique_ptr<transport::tcp::Endpoint> endpoint_;
   std::unique_ptr<ProcessWatcher> processes_;
   std::unique_ptr<CoordinatorLoop> coordinator_;
+  std::unique_ptr<NodeJournal> journal_;
   std::unique_ptr<Agent> agent_;
   CoordinatorAccess access_;
   std::unique_ptr<NodeServiceImpl> node_service_;
@@ -222,6 +226,10 @@ absl::Status DaemonImpl::TakePlaces() {
       ReadSmallFile(options_.state_dir + kClusterFile);
   if (!cluster.ok()) return cluster.status();
   cluster_id_ = std::string(absl::StripAsciiWhitespace(*cluster));
+  absl::StatusOr<std::unique_ptr<NodeJournal>> journal =
+      NodeJournal::Open(options_.state_dir);
+  if (!journal.ok()) return journal.status();
+  journal_ = *std::move(journal);
 
   const size_t slash = options_.unix_socket.rfind('/');
   if (slash != std::string::npos && slash > 0) {
@@ -286,6 +294,7 @@ absl::Status DaemonImpl::StartCoordinator() {
   parts.memory = memory_.get();
   parts.groups = endpoint_.get();
   parts.processes = processes_.get();
+  parts.journal = journal_.get();
   parts.coordinator = access_.name;
   parts.cluster_id = cluster_id_;
   parts.welcomed = [this](const v1::Welcome& welcome) {

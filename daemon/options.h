@@ -34,12 +34,16 @@ struct Deadlines {
   absl::Duration apply = absl::Seconds(120);
   absl::Duration resume = absl::Seconds(30);
   absl::Duration publish = absl::Seconds(120);
+  absl::Duration barrier = absl::Seconds(30);
+  // Of what operators ask for.
+  absl::Duration operation = absl::Minutes(10);
 
   // Of leases.
   absl::Duration heartbeat_interval = absl::Seconds(1);
   absl::Duration heartbeat = absl::Seconds(5);
   absl::Duration node_reconnect_grace = absl::Seconds(5);
   absl::Duration recovery = absl::Seconds(30);
+  absl::Duration max_staleness = absl::Minutes(10);
 
   // Of calls: how long a registration waits for the coordinator, a call that
   // reads waits for anything, WaitVersion at most.
@@ -92,6 +96,13 @@ struct Options {
 
   // For the topology: zone=…, rack=….
   std::map<std::string, std::string> labels;
+
+  // --on_isolation: pause replicas when the coordinator has been away for
+  // Deadlines::max_staleness.
+  bool pause_on_isolation = false;
+
+  // STREAM and IN_PLACE: slots of a bucket for each flow on each member.
+  int stream_slots = 3;
 
   int apply_attempts = 3;
   int max_reconfigurations = 3;

@@ -123,5 +123,90 @@ absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::Tasks(
   return tasks;
 }
 
+absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::TasksOf(
+    int32_t bucket, const Source& source) const {
+  const auto found = std::lower_bound(buckets_.begin(), buckets_.end(), bucket);
+  std::vector<transport::CopyTask> tasks;
+  if (found == buckets_.end() || *found != bucket) return tasks;
+  const int32_t index = static_cast<int32_t>(found - buckets_.begin());
+  if (source.size_bytes < reach_[index]) {
+    return Invalid(absl::StrCat("reads ", reach_[index], " bytes of bucket ",
+                                bucket, ", which has ", source.size_bytes));
+  }
+  for (const Copy& copy : copies_) {
+    if (copy.source != index) continue;
+    tasks.push_back(copy.task);
+    tasks.back().src = source.data + copy.offset;
+  }
+  return tasks;
+}
+
+absl::StatusOr<std::vector<transport::CopyTask>> DirectTasks(
+    const v1::DirectCopies& copies, absl::Span<const Tensor> tensors,
+    absl::Span<const int32_t> ordinals, const char* data, int64_t bytes) {
+  std::vector<transport::CopyTask> tasks;
+  for (const v1::TensorCopy& copy : copies.copies()) {
+    if (copy.tensor() < 0 ||
+        copy.tensor() >= static_cast<int>(tensors.size()) ||
+        copy.tensor() >= static_cast<int>(ordinals.size())) {
+      return Invalid("names a tensor that was not registered");
+    }
+    const Tensor& tensor = tensors[copy.tensor()];
+    const int64_t element = DTypeBytes(tensor.dtype);
+    if (copy.run_bytes() <= 0 || copy.run_bytes() % element != 0 ||
+        copy.tensor_offset_bytes() % element != 0 ||
+        copy.extents_size() > transport::kMaxCopyDims ||
+        copy.bucket_strides_bytes_size() != copy.extents_size() ||
+        copy.tensor_strides_bytes_size() != copy.extents_size()) {
+      return Invalid(absl::StrCat("has a malformed copy for ", tensor.name));
+    }
+    if (!Inside(copy.bucket_offset_bytes(),
+                Reach(copy, copy.bucket_strides_bytes()), bytes)) {
+      return Invalid(
+          absl::StrCat("reads outside the trainer's memory for ", tensor.name));
+    }
+    if (!Inside(copy.tensor_offset_bytes(),
+                Reach(copy, copy.tensor_strides_bytes()), SpanBytes(tensor))) {
+      return Invalid(absl::StrCat("would write outside ", tensor.name));
+    }
+    // Elements follow one another here as they do in the parameter.
+    int64_t first = 0;
+    int64_t dense = 1;
+    const std::vector<int64_t> strides = PartStrides(tensor);
+    const absl::Span<const int64_t> extent = PartExtent(tensor);
+    for (size_t d = extent.size(); d-- > 0;) {
+      if ((extent[d] > 1 && strides[d] != dense) ||
+          (d > 0 && extent[d] != tensor.shape[d])) {
+        return Invalid(absl::StrCat(tensor.name,
+                                    " cannot be read from a trainer's memory"));
+      }
+      if (d == 0 && tensor.box.has_value()) {
+        first = tensor.box->offset[0] * dense;
+      }
+      dense *= extent[d];
+    }
+    transport::CopyTask task;
+    task.dst = static_cast<char*>(tensor.data) + copy.tensor_offset_bytes();
+    task.src = data + copy.bucket_offset_bytes();
+    task.run_bytes = copy.run_bytes();
+    task.ordinal = static_cast<uint32_t>(ordinals[copy.tensor()]);
+    task.element_bytes = static_cast<int32_t>(element);
+    task.first_element = first + copy.tensor_offset_bytes() / element;
+    for (int d = 0; d < copy.extents_size(); ++d) {
+      if (copy.tensor_strides_bytes(d) % element != 0) {
+        return Invalid(absl::StrCat("has a malformed copy for ", tensor.name));
+      }
+      transport::CopyDim dim;
+      dim.extent = copy.extents(d);
+      dim.dst_stride = copy.tensor_strides_bytes(d);
+      dim.src_stride = copy.bucket_strides_bytes(d);
+      dim.element_stride = copy.tensor_strides_bytes(d) / element;
+      task.dims.push_back(dim);
+    }
+    tasks.push_back(std::move(task));
+  }
+  return tasks;
+}
+
 }  // namespace client
 }  // namespace weightsync

@@ -41,6 +41,9 @@ class ApplyPlan {
   //   bucket.
   absl::StatusOr<std::vector<transport::CopyTask>> Tasks(
       absl::Span<const Source> sources) const;
+  // Those of one bucket; none when nothing of it is read.
+  absl::StatusOr<std::vector<transport::CopyTask>> TasksOf(
+      int32_t bucket, const Source& source) const;
 
  private:
   struct Copy {
@@ -55,6 +58,15 @@ class ApplyPlan {
   std::vector<Copy> copies_;
   int64_t bytes_ = 0;
 };
+
+// Copies straight from a trainer's memory of `bytes` bytes at `data`, each with
+// its place in the parameter, so that their digest can be taken on the way.
+// `ordinals`: of each tensor.
+//   INVALID_ARGUMENT (COPY_PLAN_INVALID): reads or writes outside, or a tensor
+//   that is not one stretch of its parameter.
+absl::StatusOr<std::vector<transport::CopyTask>> DirectTasks(
+    const v1::DirectCopies& copies, absl::Span<const Tensor> tensors,
+    absl::Span<const int32_t> ordinals, const char* data, int64_t bytes);
 
 }  // namespace client
 }  // namespace weightsync

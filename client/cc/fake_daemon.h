@@ -72,6 +72,9 @@ class FakeDaemon {
   std::function<grpc::Status(const v1::PrepareRequest&, v1::PrepareResponse*)>
       on_prepare;
 
+  // What the next trainer is told; "session-1" otherwise.
+  void SetSession(const std::string& session) { session_ = session; }
+
   // The next worker, its registration received and accepted.
   std::shared_ptr<FakeWorkerStream> AcceptWorker(
       v1::RegisterWorker* registration = nullptr,
@@ -110,7 +113,7 @@ class FakeDaemon {
     if (identity != nullptr) *identity = first.identity();
     v1::TrainerEvent event;
     SetTerms(heartbeat_interval, heartbeat_timeout, event.mutable_opened());
-    event.mutable_opened()->set_session("session-1");
+    event.mutable_opened()->set_session(session_);
     stream->Send(event);
     return stream;
   }
@@ -220,6 +223,7 @@ class FakeDaemon {
   TrainerServiceImpl trainer_service_{this};
   AdminServiceImpl admin_service_{this};
   int port_ = 0;
+  std::string session_ = "session-1";
   std::unique_ptr<grpc::Server> server_;
 };
 

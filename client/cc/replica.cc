@@ -10,6 +10,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "client/cc/lease.h"
+#include "client/cc/registered_stream.h"
 #include "client/cc/rpc.h"
 #include "client/cc/wire_time.h"
 #include "client/cc/work_queue.h"
@@ -36,7 +37,7 @@ class Replica::Impl {
         hooks_(std::move(hooks)),
         stub_(v1::ReplicaService::NewStub(std::move(channel))),
         engine_(options_.paused ? Engine::kPaused : Engine::kRunning),
-        lease_(MakeLeaseOptions(), MakeCallbacks()) {
+        lease_(RegisteredLeaseOptions(Name(), options_), MakeCallbacks()) {
     lease_.Start();
   }
 
@@ -68,36 +69,14 @@ class Replica::Impl {
     return absl::StrCat(options_.model, "/replicas/", options_.replica);
   }
 
-  LeaseOptions MakeLeaseOptions() const {
-    LeaseOptions lease;
-    lease.what = Name();
-    lease.register_timeout = options_.register_timeout;
-    lease.max_backoff = options_.max_backoff;
-    return lease;
-  }
-
   ReplicaLease::Callbacks MakeCallbacks() {
-    ReplicaLease::Callbacks callbacks;
+    auto callbacks =
+        RegisteredCallbacks<v1::ReplicaReport, v1::ReplicaCommand>(Name());
     callbacks.start = [this](grpc::ClientContext* context, auto* reactor) {
       stub_->async()->ControlReplica(context, reactor);
     };
     callbacks.before_attempt = [this] { queue_.Clear(); };
     callbacks.registration = [this] { return Registration(); };
-    callbacks.heartbeat = [] {
-      v1::ReplicaReport report;
-      report.mutable_heartbeat();
-      return report;
-    };
-    callbacks.accepted = [](const v1::ReplicaCommand& command,
-                            LeaseTerms* terms) {
-      if (!command.has_registered()) return false;
-      terms->heartbeat_interval =
-          FromProto(command.registered().heartbeat_interval());
-      terms->heartbeat_timeout =
-          FromProto(command.registered().heartbeat_timeout());
-      terms->node = command.registered().node();
-      return true;
-    };
     callbacks.message = [this](v1::ReplicaCommand command,
                                ReplicaLease::StreamNumber stream) {
       if (!command.has_pause() && !command.has_resume()) return;
@@ -105,9 +84,6 @@ class Replica::Impl {
       queue_.Post([this, stream, now, command = std::move(command)] {
         lease_.Write(stream, Execute(command, now));
       });
-    };
-    callbacks.lost = [this](const absl::Status& status) {
-      LOG(WARNING) << Name() << " lost its stream: " << status;
     };
     return callbacks;
   }
@@ -123,6 +99,7 @@ class Replica::Impl {
     replica->set_client(ClientName(options_.client));
     replica->set_incarnation(options_.incarnation);
     replica->set_partial(options_.partial);
+    replica->set_atomic_swap(options_.atomic_swap);
     replica->set_paused(paused());
     return report;
   }
@@ -147,6 +124,18 @@ class Replica::Impl {
     v1::ReplicaReport report;
     v1::ReplicaPaused* answer = report.mutable_paused();
     answer->set_command_id(pause.command_id());
+    if (pause.mode() == v1::PAUSE_MODE_NONE) {
+      if (options_.atomic_swap) {
+        answer->set_detail("not paused: it swaps its weights");
+      } else {
+        *answer->mutable_failure() = ToFailure(ErrorStatus(
+            absl::StatusCode::kFailedPrecondition, "ATOMIC_SWAP_REQUIRED",
+            absl::StrCat("The engine of ", Name(),
+                         " does not swap its weights and cannot take an update "
+                         "without a pause.")));
+      }
+      return report;
+    }
     if (GetEngine() == Engine::kPaused) {
       answer->set_detail("was paused already");
       return report;
@@ -183,13 +172,18 @@ class Replica::Impl {
     info.version = resume.version();
     info.step = resume.step();
     info.weights_changed = resume.weights_changed();
+    info.mode = resume.mode() == v1::PAUSE_MODE_UNSPECIFIED
+                    ? v1::PAUSE_MODE_DRAIN
+                    : resume.mode();
     const absl::Status status = hooks_.on_resume(info);
     if (status.ok()) {
       running_update_ = resume.update_id();
       SetEngine(Engine::kRunning);
     } else {
       LOG(ERROR) << Name() << " could not resume: " << status;
-      SetEngine(Engine::kPaused);
+      // It may generate: a pause hook that failed may have come before, or this
+      // one got half way. The next pause asks it.
+      SetEngine(Engine::kUnsure);
       *answer->mutable_failure() = ToFailure(HookError("resume", status));
     }
     return report;

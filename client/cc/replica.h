@@ -44,10 +44,12 @@ namespace weightsync {
 namespace client {
 
 struct PauseRequest {
-  // What the pause is for.
+  // What the pause is for; empty: an operator asked for it.
   std::string update_id;
   int64_t version = 0;
-  // Never UNSPECIFIED.
+  // What becomes of the requests that the engine is working on: ABORT, DRAIN
+  // or KEEP. A replica that declares atomic_swap is not asked to pause for an
+  // update with PAUSE_MODE_NONE.
   v1::PauseMode mode = v1::PAUSE_MODE_DRAIN;
   // When the daemon gives up waiting.
   absl::Time deadline;
@@ -60,6 +62,10 @@ struct ResumeInfo {
   int64_t step = 0;
   // Caches made with older weights (prefix, KV) must go.
   bool weights_changed = false;
+  // How the pause before it was asked for: with KEEP, frozen requests go on;
+  // with NONE the engine never stood still, and this only tells it what it
+  // serves.
+  v1::PauseMode mode = v1::PAUSE_MODE_DRAIN;
 };
 
 // Called on one thread, one at a time, never while the library holds a lock. A
@@ -88,6 +94,9 @@ struct ReplicaOptions {
   std::string client;
   // The workers may leave parameters of the model out.
   bool partial = false;
+  // All workers have a spare set of tensors (WorkerOptions::swap): updates may
+  // be published with PAUSE_MODE_NONE.
+  bool atomic_swap = false;
   // The engine stands paused now.
   bool paused = false;
   absl::Duration register_timeout = absl::Seconds(20);

@@ -22,8 +22,9 @@ class ReplicaTest : public ::testing::Test {
  protected:
   ~ReplicaTest() override { replica_ = nullptr; }
 
-  void StartReplica(bool paused = false) {
+  void StartReplica(bool paused = false, bool atomic_swap = false) {
     ReplicaOptions options;
+    options.atomic_swap = atomic_swap;
     options.address = daemon_.address();
     options.model = "m";
     options.replica = "r";
@@ -34,6 +35,10 @@ class ReplicaTest : public ::testing::Test {
     hooks.on_pause =
         [this](const PauseRequest& pause) -> absl::StatusOr<std::string> {
       Add("pause " + pause.update_id);
+      {
+        absl::MutexLock lock(&mutex_);
+        modes_.push_back(pause.mode);
+      }
       if (pause_hook_) pause_hook_();
       absl::MutexLock lock(&mutex_);
       if (!pause_status_.ok()) return pause_status_;
@@ -42,6 +47,7 @@ class ReplicaTest : public ::testing::Test {
     hooks.on_resume = [this](const ResumeInfo& info) {
       Add("resume " + info.update_id + (info.weights_changed ? " new" : ""));
       absl::MutexLock lock(&mutex_);
+      modes_.push_back(info.mode);
       return resume_status_;
     };
     auto replica = Replica::Start(options, hooks);
@@ -92,6 +98,7 @@ class ReplicaTest : public ::testing::Test {
   std::function<void()> pause_hook_;
   absl::Mutex mutex_;
   std::vector<std::string> calls_;
+  std::vector<v1::PauseMode> modes_;
   absl::Status pause_status_;
   absl::Status resume_status_;
   std::unique_ptr<Replica> replica_;
@@ -118,6 +125,59 @@ TEST_F(ReplicaTest, PausesAndResumes) {
   EXPECT_FALSE(report.resumed().has_failure());
   EXPECT_FALSE(replica_->paused());
   EXPECT_EQ(Calls(), Strings({"pause u1", "resume u1 new"}));
+}
+
+TEST_F(ReplicaTest, TheEngineIsToldHowToPauseAndWhatItGoesOnWith) {
+  StartReplica();
+  auto stream = daemon_.AcceptReplica();
+  ASSERT_NE(stream, nullptr);
+  int command = 0;
+  for (const v1::PauseMode mode :
+       {v1::PAUSE_MODE_ABORT, v1::PAUSE_MODE_DRAIN, v1::PAUSE_MODE_KEEP}) {
+    v1::ReplicaCommand message;
+    message.mutable_pause()->set_command_id(std::to_string(++command));
+    message.mutable_pause()->set_mode(mode);
+    message.mutable_pause()->mutable_timeout()->set_seconds(20);
+    stream->Send(message);
+    EXPECT_FALSE(Answer(stream.get()).paused().has_failure());
+    message.Clear();
+    message.mutable_resume()->set_command_id(std::to_string(++command));
+    message.mutable_resume()->set_update_id("u");
+    message.mutable_resume()->set_mode(mode);
+    stream->Send(message);
+    EXPECT_FALSE(Answer(stream.get()).resumed().has_failure());
+  }
+  absl::MutexLock lock(&mutex_);
+  EXPECT_EQ(modes_, (std::vector<v1::PauseMode>{
+                        v1::PAUSE_MODE_ABORT, v1::PAUSE_MODE_ABORT,
+                        v1::PAUSE_MODE_DRAIN, v1::PAUSE_MODE_DRAIN,
+                        v1::PAUSE_MODE_KEEP, v1::PAUSE_MODE_KEEP}));
+}
+
+TEST_F(ReplicaTest, OnlyAnEngineThatSwapsTakesAnUpdateWithoutAPause) {
+  StartReplica(/*paused=*/false, /*atomic_swap=*/true);
+  v1::RegisterReplica registration;
+  auto stream = daemon_.AcceptReplica(&registration);
+  ASSERT_NE(stream, nullptr);
+  EXPECT_TRUE(registration.atomic_swap());
+  v1::ReplicaCommand none;
+  none.mutable_pause()->set_command_id("1");
+  none.mutable_pause()->set_mode(v1::PAUSE_MODE_NONE);
+  stream->Send(none);
+  EXPECT_FALSE(Answer(stream.get()).paused().has_failure());
+  EXPECT_FALSE(replica_->paused());
+  // What it serves now is told all the same.
+  SendResume(stream.get(), "2", "u1", true);
+  EXPECT_FALSE(Answer(stream.get()).resumed().has_failure());
+  EXPECT_EQ(Calls(), Strings({"resume u1 new"}));
+
+  replica_ = nullptr;
+  StartReplica();
+  stream = daemon_.AcceptReplica();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(none);
+  EXPECT_EQ(Answer(stream.get()).paused().failure().reason(),
+            "ATOMIC_SWAP_REQUIRED");
 }
 
 TEST_F(ReplicaTest, ARepeatedCommandDoesNothingTwice) {

@@ -47,39 +47,52 @@ absl::StatusOr<std::vector<StoreMap::Bucket>> StoreMap::Locate(
                        " does not say where bucket ", id,
                        " is, which the copy plan reads."));
     }
-    const v1::SlotLocation& slot = *slot_found->second;
-    const auto arena_found = arenas_.find(slot.arena_id());
-    if (arena_found == arenas_.end()) {
-      return ErrorStatus(
-          absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
-          absl::StrCat("Bucket ", id, " is in arena ", slot.arena_id(),
-                       ", which could not be mapped or was never offered."));
-    }
-    Bucket bucket;
-    bucket.arena = arena_found->second;
-    if (slot.offset_bytes() < 0 || slot.size_bytes() < 0 ||
-        slot.offset_bytes() > bucket.arena->bytes() ||
-        slot.size_bytes() > bucket.arena->bytes() - slot.offset_bytes() ||
-        slot.generation_slot() < 0 ||
-        slot.generation_slot() >= bucket.arena->generation_slots()) {
-      return ErrorStatus(absl::StatusCode::kFailedPrecondition,
-                         "SLOT_OUT_OF_RANGE",
-                         absl::StrCat("Bucket ", id, " does not lie in arena ",
-                                      slot.arena_id(), "."));
-    }
-    bucket.data = bucket.arena->data() + slot.offset_bytes();
-    bucket.size_bytes = slot.size_bytes();
-    bucket.generation_slot = slot.generation_slot();
-    bucket.generation = slot.generation();
-    if (!bucket.StillThere()) {
-      return ErrorStatus(
-          absl::StatusCode::kAborted, "STORE_SLOT_RECYCLED",
-          absl::StrCat("The store has given the bytes of bucket ", id, " of ",
-                       apply.update_id(), " away; nothing was written."));
-    }
-    located.push_back(std::move(bucket));
+    auto bucket = LocateOne(apply.update_id(), id, *slot_found->second);
+    if (!bucket.ok()) return bucket.status();
+    located.push_back(*std::move(bucket));
   }
   return located;
+}
+
+absl::StatusOr<StoreMap::Bucket> StoreMap::LocateOne(
+    const std::string& update_id, int32_t id,
+    const v1::SlotLocation& slot) const {
+  const auto arena_found = arenas_.find(slot.arena_id());
+  if (arena_found == arenas_.end()) {
+    return ErrorStatus(
+        absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
+        absl::StrCat("Bucket ", id, " is in arena ", slot.arena_id(),
+                     ", which could not be mapped or was never offered."));
+  }
+  Bucket bucket;
+  bucket.arena = arena_found->second;
+  if (slot.offset_bytes() < 0 || slot.size_bytes() < 0 ||
+      slot.offset_bytes() > bucket.arena->bytes() ||
+      slot.size_bytes() > bucket.arena->bytes() - slot.offset_bytes() ||
+      slot.generation_slot() < 0 ||
+      slot.generation_slot() >= bucket.arena->generation_slots()) {
+    return ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                       "SLOT_OUT_OF_RANGE",
+                       absl::StrCat("Bucket ", id, " does not lie in arena ",
+                                    slot.arena_id(), "."));
+  }
+  bucket.data = bucket.arena->data() + slot.offset_bytes();
+  bucket.size_bytes = slot.size_bytes();
+  bucket.generation_slot = slot.generation_slot();
+  bucket.generation = slot.generation();
+  if (!bucket.StillThere()) {
+    return ErrorStatus(
+        absl::StatusCode::kAborted, "STORE_SLOT_RECYCLED",
+        absl::StrCat("The store has given the bytes of bucket ", id, " of ",
+                     update_id, " away; nothing was written."));
+  }
+  return bucket;
+}
+
+std::shared_ptr<transport::Segment> StoreMap::Find(
+    const std::string& arena_id) const {
+  const auto found = arenas_.find(arena_id);
+  return found == arenas_.end() ? nullptr : found->second;
 }
 
 }  // namespace client

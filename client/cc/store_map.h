@@ -52,6 +52,12 @@ class StoreMap {
   //   ABORTED  STORE_SLOT_RECYCLED: a generation is not the one that was said.
   absl::StatusOr<std::vector<Bucket>> Locate(
       const v1::ApplyUpdate& apply, absl::Span<const int32_t> buckets) const;
+  // One of them. `update_id` is for sentences.
+  absl::StatusOr<Bucket> LocateOne(const std::string& update_id, int32_t bucket,
+                                   const v1::SlotLocation& slot) const;
+  // Another arena that was offered: the memory of a trainer. Null when it was
+  // not, or could not be mapped.
+  std::shared_ptr<transport::Segment> Find(const std::string& arena_id) const;
 
  private:
   transport::Memory* const memory_;

@@ -14,6 +14,8 @@
 #include "client/cc/rpc.h"
 #include "client/cc/store_map.h"
 #include "client/cc/wire_time.h"
+#include "glog/logging.h"
+#include "transport/host/arena.h"
 #include "transport/host/host_memory.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
@@ -43,63 +45,26 @@ class Trainer::Impl {
 
   absl::StatusOr<TrainerArena> AllocateArena(int64_t size_bytes,
                                              absl::Time deadline) {
-    v1::AllocateArenaRequest request;
-    request.set_size_bytes(size_bytes);
-    request.set_session(session());
-    v1::AllocateArenaResponse response;
-    absl::Status status =
-        Call("AllocateArena", deadline, [&](grpc::ClientContext* context) {
-          return stub_->AllocateArena(context, request, &response);
-        });
-    if (!status.ok()) return status;
-    auto segment = MapOffer(&memory_, response.arena());
-    if (!segment.ok()) return segment.status();
-    TrainerArena arena;
-    arena.arena_id = response.arena().arena_id();
-    arena.data = (*segment)->data();
-    arena.size_bytes = size_bytes;
-    arena.warm_up = FromProto(response.warm_up());
+    absl::MutexLock calls(&recover_mutex_);
+    auto session = Recovered(deadline);
+    if (!session.ok()) return session.status();
+    auto made = NewArena(*session, size_bytes, deadline);
+    if (!made.ok()) return made.status();
     absl::MutexLock lock(&mutex_);
-    arenas_.push_back({arena, *std::move(segment)});
-    return arena;
+    arenas_.push_back(*made);
+    return made->arena;
   }
 
   absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
       const std::vector<Tensor>& shards, absl::Time deadline) {
-    v1::RegisterShardsRequest request;
-    request.set_session(session());
     // A rank may hold several parts of one parameter.
     absl::Status status = CheckTensors(shards, /*unique_names=*/false);
     if (!status.ok()) return status;
-    {
-      absl::MutexLock lock(&mutex_);
-      for (const MappedArena& mapped : arenas_) {
-        v1::MemoryRegion* region = request.add_regions();
-        region->mutable_memory()->mutable_arena()->set_arena_id(
-            mapped.arena.arena_id);
-        region->set_size_bytes(mapped.arena.size_bytes);
-      }
-      for (const Tensor& shard : shards) {
-        const int region = RegionOf(shard);
-        if (region < 0) {
-          return ErrorStatus(
-              absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
-              absl::StrCat(
-                  shard.name,
-                  ": its memory does not lie in an arena of this "
-                  "trainer; place tensors in AllocateArena's memory."));
-        }
-        *request.add_shards() = ToTensorShard(
-            shard, region,
-            static_cast<char*>(shard.data) - arenas_[region].arena.data);
-      }
-    }
-    v1::RegisterShardsResponse response;
-    status =
-        Call("RegisterShards", deadline, [&](grpc::ClientContext* context) {
-          return stub_->RegisterShards(context, request, &response);
-        });
-    if (!status.ok()) return status;
+    absl::MutexLock calls(&recover_mutex_);
+    auto session = Recovered(deadline);
+    if (!session.ok()) return session.status();
+    auto response = Register(*session, shards, deadline);
+    if (response.ok()) shards_ = shards;
     return response;
   }
 
@@ -107,18 +72,31 @@ class Trainer::Impl {
     const absl::Time start = absl::Now();
     const absl::Time deadline = start + options.timeout;
     v1::PublishVersionRequest request;
-    request.set_session(session());
     request.set_request_id(options.request_id.empty() ? RandomId()
                                                       : options.request_id);
     request.set_version(options.version);
     request.set_step(options.step);
     *request.mutable_options() = options.update;
     v1::PublishVersionResponse response;
-    const absl::Status status =
-        Call("PublishVersion", deadline, [&](grpc::ClientContext* context) {
-          return stub_->PublishVersion(context, request, &response);
-        });
-    if (!status.ok()) return status;
+    while (true) {
+      absl::StatusOr<std::string> session;
+      {
+        absl::MutexLock calls(&recover_mutex_);
+        session = Recovered(deadline);
+      }
+      if (!session.ok()) return session.status();
+      request.set_session(*session);
+      const absl::Status status =
+          Call("PublishVersion", deadline, [&](grpc::ClientContext* context) {
+            return stub_->PublishVersion(context, request, &response);
+          });
+      if (status.ok()) break;
+      // Of a session that was lost under it: the same request again, in a new
+      // one.
+      if (!options_.reconnect || !IsLost(status) || absl::Now() >= deadline) {
+        return status;
+      }
+    }
     PublishResult result;
     result.version_name = response.version_name();
     result.version = response.version();
@@ -201,7 +179,8 @@ class Trainer::Impl {
     LeaseOptions lease;
     lease.what = Name();
     lease.register_timeout = options_.connect_timeout;
-    lease.reconnect = false;
+    lease.max_backoff = options_.max_backoff;
+    lease.reconnect = options_.reconnect;
     return lease;
   }
 
@@ -236,12 +215,150 @@ class Trainer::Impl {
     };
     callbacks.message = [](const v1::TrainerEvent&,
                            TrainerLease::StreamNumber) {};
+    callbacks.lost = [this](const absl::Status& status) {
+      absl::MutexLock lock(&mutex_);
+      if (!session_.empty()) {
+        LOG(WARNING) << Name() << " lost its session: " << status;
+      }
+      session_.clear();
+      // Nobody answers them any more.
+      for (grpc::ClientContext* context : running_) context->TryCancel();
+    };
     callbacks.ended = [this](const absl::Status& status) {
       absl::MutexLock lock(&mutex_);
       ended_ = status;
       for (grpc::ClientContext* context : running_) context->TryCancel();
     };
     return callbacks;
+  }
+
+  static bool IsLost(const absl::Status& status) {
+    const std::string reason = ErrorReason(status);
+    return reason == "LEASE_LOST" || reason == "SESSION_UNKNOWN";
+  }
+
+  absl::StatusOr<MappedArena> NewArena(const std::string& session,
+                                       int64_t size_bytes,
+                                       absl::Time deadline) {
+    v1::AllocateArenaRequest request;
+    request.set_size_bytes(size_bytes);
+    request.set_session(session);
+    v1::AllocateArenaResponse response;
+    absl::Status status =
+        Call("AllocateArena", deadline, [&](grpc::ClientContext* context) {
+          return stub_->AllocateArena(context, request, &response);
+        });
+    if (!status.ok()) return status;
+    auto segment = MapOffer(&memory_, response.arena());
+    if (!segment.ok()) return segment.status();
+    MappedArena mapped;
+    mapped.arena.arena_id = response.arena().arena_id();
+    mapped.arena.data = (*segment)->data();
+    mapped.arena.size_bytes = size_bytes;
+    mapped.arena.warm_up = FromProto(response.warm_up());
+    mapped.segment = *std::move(segment);
+    return mapped;
+  }
+
+  absl::StatusOr<v1::RegisterShardsResponse> Register(
+      const std::string& session, const std::vector<Tensor>& shards,
+      absl::Time deadline) {
+    v1::RegisterShardsRequest request;
+    request.set_session(session);
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const MappedArena& mapped : arenas_) {
+        v1::MemoryRegion* region = request.add_regions();
+        region->mutable_memory()->mutable_arena()->set_arena_id(
+            mapped.arena.arena_id);
+        region->set_size_bytes(mapped.arena.size_bytes);
+      }
+      for (const Tensor& shard : shards) {
+        const int region = RegionOf(shard);
+        if (region < 0) {
+          return ErrorStatus(
+              absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
+              absl::StrCat(
+                  shard.name,
+                  ": its memory does not lie in an arena of this "
+                  "trainer; place tensors in AllocateArena's memory."));
+        }
+        *request.add_shards() = ToTensorShard(
+            shard, region,
+            static_cast<char*>(shard.data) - arenas_[region].arena.data);
+      }
+    }
+    v1::RegisterShardsResponse response;
+    const absl::Status status =
+        Call("RegisterShards", deadline, [&](grpc::ClientContext* context) {
+          return stub_->RegisterShards(context, request, &response);
+        });
+    if (!status.ok()) return status;
+    return response;
+  }
+
+  // The session, once everything that the one before it had is registered in
+  // it. On the caller's thread, which writes to no tensor meanwhile.
+  absl::StatusOr<std::string> Recovered(absl::Time deadline)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(recover_mutex_) {
+    while (true) {
+      absl::Status status = lease_.WaitRegistered(deadline);
+      if (!status.ok()) {
+        const absl::Status lost = LeaseStatus();
+        return lost.ok() ? status : lost;
+      }
+      const std::string session = this->session();
+      if (session.empty()) {
+        // It was lost between the two.
+        if (absl::Now() >= deadline) return LeaseStatus();
+        absl::SleepFor(absl::Milliseconds(5));
+        continue;
+      }
+      if (session == recovered_) return session;
+      if (!recovered_.empty()) {
+        status = Recover(session, deadline);
+        if (!status.ok()) {
+          if (IsLost(status) && absl::Now() < deadline) continue;
+          return status;
+        }
+        LOG(INFO) << Name() << " is registered again, in a new session";
+      }
+      recovered_ = session;
+      return session;
+    }
+  }
+
+  absl::Status Recover(const std::string& session, absl::Time deadline)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(recover_mutex_) {
+    size_t count = 0;
+    {
+      absl::MutexLock lock(&mutex_);
+      count = arenas_.size();
+    }
+    for (size_t i = 0; i < count; ++i) {
+      MappedArena old;
+      {
+        absl::MutexLock lock(&mutex_);
+        old = arenas_[i];
+      }
+      auto fresh = NewArena(session, old.arena.size_bytes, deadline);
+      if (!fresh.ok()) return fresh.status();
+      auto* to = dynamic_cast<transport::Arena*>(fresh->segment.get());
+      auto* from = dynamic_cast<transport::Arena*>(old.segment.get());
+      if (to == nullptr || from == nullptr) {
+        return ErrorStatus(absl::StatusCode::kFailedPrecondition, "LEASE_LOST",
+                           absl::StrCat("The memory of ", Name(),
+                                        " cannot be moved into a new session; "
+                                        "make a new Trainer."));
+      }
+      absl::Status status = to->TakePlaceOf(from);
+      if (!status.ok()) return status;
+      fresh->arena.data = old.arena.data;
+      absl::MutexLock lock(&mutex_);
+      arenas_[i] = *std::move(fresh);
+    }
+    if (shards_.empty()) return absl::OkStatus();
+    return Register(session, shards_, deadline).status();
   }
 
   std::string session() const {
@@ -265,11 +382,23 @@ class Trainer::Impl {
 
   absl::Status LeaseStatus() const {
     absl::MutexLock lock(&mutex_);
-    if (ended_.ok() || ErrorReason(ended_) == "CLOSED") return ended_;
-    return ErrorStatus(
-        absl::StatusCode::kUnavailable, "LEASE_LOST",
-        absl::StrCat("The lease of ", Name(), " is lost; make a new Trainer. ",
-                     ended_.message()));
+    return LeaseStatusLocked();
+  }
+  absl::Status LeaseStatusLocked() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    if (ErrorReason(ended_) == "CLOSED") return ended_;
+    if (!ended_.ok()) {
+      return ErrorStatus(
+          absl::StatusCode::kUnavailable, "LEASE_LOST",
+          absl::StrCat("The lease of ", Name(),
+                       " is lost; make a new Trainer. ", ended_.message()));
+    }
+    if (session_.empty()) {
+      return ErrorStatus(absl::StatusCode::kUnavailable, "LEASE_LOST",
+                         absl::StrCat("The lease of ", Name(),
+                                      " is lost; another session is being "
+                                      "opened."));
+    }
+    return absl::OkStatus();
   }
 
   // Makes the call; again while the daemon is unavailable and the lease lives.
@@ -285,7 +414,7 @@ class Trainer::Impl {
         absl::MutexLock lock(&mutex_);
         running_.insert(&context);
         // The end of the lease may have come between the two.
-        if (!ended_.ok()) context.TryCancel();
+        if (!LeaseStatusLocked().ok()) context.TryCancel();
       }
       status = CallStatus(what, call(&context));
       absl::MutexLock lock(&mutex_);
@@ -296,12 +425,12 @@ class Trainer::Impl {
         mutex_.AwaitWithDeadline(
             absl::Condition(
                 +[](Impl* i) ABSL_EXCLUSIVE_LOCKS_REQUIRED(i->mutex_) {
-                  return !i->ended_.ok();
+                  return !i->LeaseStatusLocked().ok();
                 },
                 this),
             std::min(deadline, absl::Now() + backoff));
         backoff = std::min(backoff * 2, absl::Seconds(1));
-        if (!ended_.ok() || absl::Now() < deadline) continue;
+        if (!LeaseStatusLocked().ok() || absl::Now() < deadline) continue;
       }
       return status;
     }
@@ -312,6 +441,12 @@ class Trainer::Impl {
   const std::unique_ptr<v1::AdminService::Stub> admin_;
   // Only to map arenas.
   transport::HostMemory memory_;
+
+  // Held while a session is brought up to what the one before it had.
+  absl::Mutex recover_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
+  // The session in which everything is registered; empty before the first.
+  std::string recovered_ ABSL_GUARDED_BY(recover_mutex_);
+  std::vector<Tensor> shards_ ABSL_GUARDED_BY(recover_mutex_);
 
   mutable absl::Mutex mutex_;
   std::string session_ ABSL_GUARDED_BY(mutex_);

@@ -22,9 +22,14 @@
 //
 // The connection is the rank's lease. When it is lost (the daemon was
 // restarted, or this process stood still for longer than the daemon's
-// heartbeat_timeout), every call answers UNAVAILABLE (LEASE_LOST): make a new
-// Trainer. The arenas stay mapped, with their bytes, until this object is
-// destroyed.
+// heartbeat_timeout) the library opens another session by itself. The next
+// Publish, or the one that was running, brings everything back before it
+// publishes, with the same request_id: new arenas take the place of the old
+// ones, at the same addresses and with the same bytes, and the shards are
+// registered again. That takes as long as a copy of the tensors into fresh
+// memory. With TrainerOptions::reconnect = false every call answers
+// UNAVAILABLE (LEASE_LOST) instead. Arenas stay mapped, with their bytes, until
+// this object is destroyed.
 //
 // Thread-safe, but the order of concurrent Publish calls is nobody's. One
 // thread.
@@ -57,6 +62,9 @@ struct TrainerOptions {
   std::string client;
   // Of Connect.
   absl::Duration connect_timeout = absl::Seconds(20);
+  // Open another session when the lease is lost.
+  bool reconnect = true;
+  absl::Duration max_backoff = absl::Seconds(5);
 };
 
 // Shared memory, mapped for reading and writing. 64-byte aligned at least.
@@ -146,8 +154,7 @@ class Trainer {
   //     not registered when time was up.
   absl::StatusOr<v1::PrepareResponse> Prepare(absl::Duration timeout);
 
-  // OK while the lease lives; LEASE_LOST or CLOSED, with the reason,
-  // afterwards.
+  // OK while the lease lives; LEASE_LOST or CLOSED, with the reason, otherwise.
   absl::Status status() const;
   // "nodes/{node}" of the daemon.
   std::string node() const;

@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/cc/fake_daemon.h"
 #include "client/cc/rpc.h"
@@ -38,8 +39,11 @@ class TrainerTest : public ::testing::Test {
     rmdir(directory_.c_str());
   }
 
-  void Connect(absl::Duration heartbeat_timeout = absl::Seconds(20)) {
+  void Connect(absl::Duration heartbeat_timeout = absl::Seconds(20),
+               bool reconnect = false) {
     TrainerOptions options;
+    options.reconnect = reconnect;
+    options.max_backoff = absl::Milliseconds(50);
     options.address = daemon_.address();
     options.model = "m";
     options.rank = 1;
@@ -58,7 +62,7 @@ class TrainerTest : public ::testing::Test {
   void ServeArenas() {
     daemon_.on_allocate = [this](const v1::AllocateArenaRequest& request,
                                  v1::AllocateArenaResponse* response) {
-      EXPECT_EQ(request.session(), "session-1");
+      EXPECT_EQ(request.session().substr(0, 8), "session-");
       auto segment =
           memory_.Allocate(request.size_bytes(), transport::AllocateOptions());
       EXPECT_TRUE(segment.ok()) << segment.status();
@@ -273,6 +277,66 @@ TEST_F(TrainerTest, ADaemonThatStandsStillLosesTheLease) {
     absl::SleepFor(absl::Milliseconds(5));
   }
   EXPECT_EQ(ErrorReason(trainer_->status()), "LEASE_LOST");
+}
+
+// The daemon is started again in the middle of a publish: everything is
+// registered in a new session, with the bytes and addresses that the tensors
+// have, and the same request goes out again.
+TEST_F(TrainerTest, ALostLeaseIsMendedAndThePublishRepeated) {
+  ServeArenas();
+  Connect(absl::Seconds(20), /*reconnect=*/true);
+  const auto arena = trainer_->AllocateArena(10000);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  memset(arena->data, 7, 10000);
+  std::vector<v1::RegisterShardsRequest> registered;
+  daemon_.on_register = [&](const v1::RegisterShardsRequest& request,
+                            v1::RegisterShardsResponse*) {
+    registered.push_back(request);
+    return grpc::Status::OK;
+  };
+  ASSERT_TRUE(trainer_->RegisterShards({Shard(arena->data + 128)}).ok());
+
+  std::vector<v1::PublishVersionRequest> published;
+  std::atomic<bool> called{false};
+  absl::Notification over;
+  daemon_.on_publish = [&](const v1::PublishVersionRequest& request,
+                           v1::PublishVersionResponse* response) {
+    published.push_back(request);
+    if (published.size() == 1) {
+      called = true;
+      over.WaitForNotification();
+      return ToGrpcStatus(ErrorStatus(absl::StatusCode::kUnavailable,
+                                      "SHUTTING_DOWN", "Later."));
+    }
+    response->set_version(5);
+    return grpc::Status::OK;
+  };
+  absl::StatusOr<PublishResult> result;
+  std::thread publish([&] { result = trainer_->Publish(PublishOptions()); });
+  while (!called) absl::SleepFor(absl::Milliseconds(1));
+  daemon_.SetSession("session-2");
+  stream_->End(ToGrpcStatus(
+      ErrorStatus(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "Later.")));
+  stream_ = daemon_.AcceptTrainer();
+  over.Notify();
+  publish.join();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->version, 5);
+  ASSERT_GE(published.size(), 2u);
+  EXPECT_EQ(published.back().session(), "session-2");
+  EXPECT_EQ(published.back().request_id(), published[0].request_id());
+  ASSERT_EQ(registered.size(), 2u);
+  EXPECT_EQ(registered[1].session(), "session-2");
+  EXPECT_EQ(registered[1].shards(0).offset_bytes(), 128);
+  // The second arena lies where the first one did, with its bytes.
+  ASSERT_EQ(segments_.size(), 2u);
+  EXPECT_EQ(registered[1].regions(0).memory().arena().arena_id(), "a1");
+  EXPECT_EQ(arena->data[9999], 7);
+  EXPECT_EQ(segments_[1]->data()[9999], 7);
+  arena->data[5] = 9;
+  EXPECT_EQ(segments_[1]->data()[5], 9);
+  EXPECT_EQ(segments_[0]->data()[5], 7);
+  EXPECT_TRUE(trainer_->status().ok());
 }
 
 TEST_F(TrainerTest, NobodyAnswers) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <set>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -14,11 +15,13 @@
 #include "client/cc/apply.h"
 #include "client/cc/client_memory.h"
 #include "client/cc/lease.h"
+#include "client/cc/registered_stream.h"
 #include "client/cc/rpc.h"
 #include "client/cc/store_map.h"
 #include "client/cc/wire_time.h"
 #include "client/cc/work_queue.h"
 #include "glog/logging.h"
+#include "transport/copy.h"
 #include "weightsync/v1/replica.grpc.pb.h"
 
 namespace weightsync {
@@ -37,6 +40,48 @@ v1::InstalledState MakeState(v1::InstalledState::State state,
   return installed;
 }
 
+absl::Status CheckSpare(const WorkerOptions& options,
+                        const std::vector<Tensor>& tensors,
+                        const std::vector<Tensor>& spare) {
+  if (spare.empty() && !options.swap) return absl::OkStatus();
+  const auto invalid = [](absl::string_view why) {
+    return ErrorStatus(absl::StatusCode::kInvalidArgument, "SWAP_INVALID",
+                       absl::StrCat("A worker that swaps its weights ", why));
+  };
+  if (spare.empty() || !options.swap) {
+    return invalid("needs both a spare set of tensors and options.swap.");
+  }
+  if (spare.size() != tensors.size()) {
+    return invalid("has as many tensors in both sets.");
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const v1::WantedTensor a = ToWantedTensor(tensors[i]);
+    const v1::WantedTensor b = ToWantedTensor(spare[i]);
+    if (a.SerializeAsString() != b.SerializeAsString()) {
+      return invalid(absl::StrCat("has the same tensors in both sets; ",
+                                  tensors[i].name, " differs."));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Reads all of a tensor for its digest.
+transport::CopyTask DigestTask(const Tensor& tensor, uint32_t ordinal) {
+  const absl::Span<const int64_t> extent = PartExtent(tensor);
+  const std::vector<int64_t> strides = PartStrides(tensor);
+  const std::vector<int64_t> whole(tensor.shape.size(), 0);
+  transport::GlobalBox global;
+  global.ordinal = ordinal;
+  global.shape = tensor.shape;
+  global.offset = tensor.box.has_value()
+                      ? absl::MakeConstSpan(tensor.box->offset)
+                      : absl::MakeConstSpan(whole);
+  return transport::MakeBoxCopy(
+      extent, static_cast<int32_t>(DTypeBytes(tensor.dtype)), /*dst=*/nullptr,
+      transport::DenseStrides(extent), static_cast<const char*>(tensor.data),
+      strides, global);
+}
+
 }  // namespace
 
 // Commands of the daemon reach the lease's thread, which hands them to the
@@ -45,14 +90,14 @@ v1::InstalledState MakeState(v1::InstalledState::State state,
 class Worker::Impl {
  public:
   Impl(WorkerOptions options, std::vector<Tensor> tensors,
-       std::shared_ptr<grpc::Channel> channel)
+       std::vector<Tensor> spare, std::shared_ptr<grpc::Channel> channel)
       : options_(std::move(options)),
-        tensors_(std::move(tensors)),
+        sets_{std::move(tensors), std::move(spare)},
         memory_(options_.copy_threads),
         stub_(v1::ReplicaService::NewStub(std::move(channel))),
         installed_(options_.installed),
         store_(memory_.get()),
-        lease_(MakeLeaseOptions(), MakeCallbacks()) {
+        lease_(RegisteredLeaseOptions(Name(), options_), MakeCallbacks()) {
     lease_.Start();
   }
 
@@ -115,6 +160,38 @@ class Worker::Impl {
     return absl::OkStatus();
   }
 
+  absl::Status Sleep(absl::Time deadline) {
+    {
+      absl::MutexLock lock(&mutex_);
+      asleep_ = true;
+      const auto idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+        return !applying_;
+      };
+      if (!mutex_.AwaitWithDeadline(absl::Condition(&idle), deadline)) {
+        asleep_ = false;
+        return ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                           "APPLY_RUNNING",
+                           absl::StrCat(Name(),
+                                        " is writing an update; sleep after "
+                                        "it."));
+      }
+      installed_.Clear();
+      installed_.set_state(v1::InstalledState::STATE_NOTHING);
+    }
+    lease_.Restart();
+    return absl::OkStatus();
+  }
+
+  absl::Status Wake() {
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!asleep_) return absl::OkStatus();
+      asleep_ = false;
+    }
+    lease_.Restart();
+    return absl::OkStatus();
+  }
+
  private:
   using WorkerLease = Lease<v1::WorkerReport, v1::WorkerCommand>;
 
@@ -123,45 +200,20 @@ class Worker::Impl {
                         options_.model, "/replicas/", options_.replica);
   }
 
-  LeaseOptions MakeLeaseOptions() const {
-    LeaseOptions lease;
-    lease.what = Name();
-    lease.register_timeout = options_.register_timeout;
-    lease.max_backoff = options_.max_backoff;
-    return lease;
-  }
-
   WorkerLease::Callbacks MakeCallbacks() {
-    WorkerLease::Callbacks callbacks;
+    auto callbacks =
+        RegisteredCallbacks<v1::WorkerReport, v1::WorkerCommand>(Name());
     callbacks.start = [this](grpc::ClientContext* context, auto* reactor) {
       stub_->async()->RunWorker(context, reactor);
     };
     callbacks.before_attempt = [this] { ForgetStream(); };
     callbacks.registration = [this] { return Registration(); };
-    callbacks.heartbeat = [] {
-      v1::WorkerReport report;
-      report.mutable_heartbeat();
-      return report;
-    };
-    callbacks.accepted = [](const v1::WorkerCommand& command,
-                            LeaseTerms* terms) {
-      if (!command.has_registered()) return false;
-      terms->heartbeat_interval =
-          FromProto(command.registered().heartbeat_interval());
-      terms->heartbeat_timeout =
-          FromProto(command.registered().heartbeat_timeout());
-      terms->node = command.registered().node();
-      return true;
-    };
     callbacks.message = [this](v1::WorkerCommand command,
                                WorkerLease::StreamNumber stream) {
       if (command.has_heartbeat()) return;
       queue_.Post([this, stream, command = std::move(command)] {
         Execute(command, stream);
       });
-    };
-    callbacks.lost = [this](const absl::Status& status) {
-      LOG(WARNING) << Name() << " lost its stream: " << status;
     };
     callbacks.ended = [this](const absl::Status& status) {
       absl::MutexLock lock(&mutex_);
@@ -186,6 +238,8 @@ class Worker::Impl {
     queue_.Post([this] {
       store_.Clear();
       plans_.clear();
+      // What was streamed so far stays what it is: WRITING.
+      streaming_ = nullptr;
     });
   }
 
@@ -200,7 +254,7 @@ class Worker::Impl {
     worker->set_protocol_version(kProtocolVersion);
     worker->set_client(ClientName(options_.client));
     worker->set_incarnation(options_.incarnation);
-    for (const Tensor& tensor : tensors_) {
+    for (const Tensor& tensor : sets_[0]) {
       *worker->add_tensors() = ToWantedTensor(tensor);
     }
     *worker->mutable_installed() = installed();
@@ -227,7 +281,20 @@ class Worker::Impl {
         AddPlan(command.copy_plan());
         break;
       case v1::WorkerCommand::kApply:
-        Apply(command.apply(), stream);
+        if (command.apply().stream()) {
+          BeginStream(command.apply(), stream);
+        } else {
+          Apply(command.apply(), stream);
+        }
+        break;
+      case v1::WorkerCommand::kStreamBucket:
+        TakeBucket(command.stream_bucket(), stream);
+        break;
+      case v1::WorkerCommand::kEndStream:
+        EndStream(command.end_stream(), stream);
+        break;
+      case v1::WorkerCommand::kDigestTensors:
+        DigestTensors(command.digest_tensors(), stream);
         break;
       default:
         // Of a newer protocol, and so nothing that this side must know.
@@ -235,38 +302,124 @@ class Worker::Impl {
     }
   }
 
+  // The set of tensors that the next update is written to.
+  int WriteSet() const { return sets_[1].empty() ? 0 : 1 - serving_; }
+  bool swaps() const { return !sets_[1].empty(); }
+
   void AddPlan(const v1::CopyPlan& plan) {
     const std::string& id = plan.layout_id();
     if (plans_.size() >= kMaxPlans) plans_.clear();
-    auto compiled = ApplyPlan::Compile(plan, tensors_);
-    if (!compiled.ok()) {
-      LOG(ERROR) << Name() << ": " << compiled.status();
+    Plans compiled;
+    for (int set = 0; set < (swaps() ? 2 : 1) && compiled.status.ok(); ++set) {
+      auto made = ApplyPlan::Compile(plan, sets_[set]);
+      compiled.status = made.status();
+      if (made.ok()) compiled.sets[set] = *std::move(made);
+    }
+    if (!compiled.status.ok()) {
+      LOG(ERROR) << Name() << ": " << compiled.status;
     }
     plans_.insert_or_assign(id, std::move(compiled));
+  }
+
+  absl::StatusOr<std::shared_ptr<const ApplyPlan>> PlanOf(
+      const std::string& layout_id) const {
+    const auto found = plans_.find(layout_id);
+    if (found == plans_.end()) {
+      return ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                         "COPY_PLAN_UNKNOWN",
+                         absl::StrCat("No copy plan came for layout ",
+                                      layout_id, "; send it first."));
+    }
+    if (!found->second.status.ok()) return found->second.status;
+    return found->second.sets[WriteSet()];
+  }
+
+  // From here to EndWrite nobody may take the memory away.
+  absl::Status BeginWrite(const v1::ApplyUpdate& apply) {
+    absl::MutexLock lock(&mutex_);
+    if (asleep_) {
+      return ErrorStatus(absl::StatusCode::kFailedPrecondition, "WORKER_ASLEEP",
+                         absl::StrCat(Name(),
+                                      " sleeps and has no memory to write to; "
+                                      "it registers anew when it wakes."));
+    }
+    applying_ = true;
+    apply_deadline_ = absl::Now() + FromProto(apply.timeout());
+    return absl::OkStatus();
+  }
+  void EndWrite() {
+    absl::MutexLock lock(&mutex_);
+    applying_ = false;
+  }
+
+  // Tells the daemon, and the engine, that the tensors are about to become a
+  // mix. After an error they are what they were.
+  absl::Status AnnounceWriting(const v1::ApplyUpdate& apply,
+                               WorkerLease::StreamNumber stream) {
+    if (options_.may_write) {
+      const absl::Status status = options_.may_write();
+      if (!status.ok()) return status;
+    }
+    // The other set serves, and stays whole.
+    if (swaps()) return absl::OkStatus();
+    const v1::InstalledState before = installed();
+    SetInstalled(MakeState(v1::InstalledState::STATE_WRITING, apply));
+    v1::WorkerReport writing;
+    writing.mutable_writing()->set_update_id(apply.update_id());
+    if (!lease_.Write(stream, std::move(writing)) ||
+        !lease_.Flush(stream, absl::Now() + absl::Seconds(5))) {
+      SetInstalled(before);
+      return ErrorStatus(absl::StatusCode::kUnavailable, "STREAM_ENDED",
+                         "The daemon could not be told of the first byte; "
+                         "nothing was written.");
+    }
+    if (options_.on_writing) options_.on_writing(apply.update_id());
+    return absl::OkStatus();
+  }
+
+  // The write set holds the update whole.
+  absl::Status Installed(const v1::ApplyUpdate& apply) {
+    if (swaps()) {
+      const int set = WriteSet();
+      const absl::Status status = options_.swap(set, apply.update_id());
+      if (!status.ok()) return status;
+      serving_ = set;
+    }
+    SetInstalled(MakeState(v1::InstalledState::STATE_INSTALLED, apply));
+    return absl::OkStatus();
+  }
+
+  bool Has(const std::string& update_id) const {
+    const v1::InstalledState now = installed();
+    return now.state() == v1::InstalledState::STATE_INSTALLED &&
+           now.update_id() == update_id;
   }
 
   void Apply(const v1::ApplyUpdate& apply, WorkerLease::StreamNumber stream) {
     v1::WorkerReport report;
     v1::WorkerApplied* answer = report.mutable_applied();
-    answer->set_update_id(apply.update_id());
     answer->set_command_id(apply.command_id());
-    {
-      absl::MutexLock lock(&mutex_);
-      applying_ = true;
-      apply_deadline_ = absl::Now() + FromProto(apply.timeout());
-    }
     const absl::Time start = absl::Now();
     bool untouched = true;
-    const absl::Status status = Install(apply, stream, &untouched, answer);
-    const absl::Duration duration = absl::Now() - start;
+    absl::Status status = BeginWrite(apply);
+    if (status.ok()) {
+      // An update that was streamed and never completed is written over.
+      streaming_ = nullptr;
+      status = Install(apply, stream, &untouched, answer);
+      EndWrite();
+    }
+    answer->set_untouched(untouched || swaps());
+    Answer(apply, status, absl::Now() - start, std::move(report), stream);
+  }
+
+  void Answer(const v1::ApplyUpdate& apply, const absl::Status& status,
+              absl::Duration duration, v1::WorkerReport report,
+              WorkerLease::StreamNumber stream) {
+    v1::WorkerApplied* answer = report.mutable_applied();
+    answer->set_update_id(apply.update_id());
     *answer->mutable_copy_duration() = ToProto(duration);
     if (!status.ok()) *answer->mutable_failure() = ToFailure(status);
-    answer->set_untouched(untouched);
-    {
-      absl::MutexLock lock(&mutex_);
-      applying_ = false;
-      *answer->mutable_installed() = installed_;
-    }
+    *answer->mutable_installed() = installed();
     if (!status.ok()) {
       LOG(ERROR) << Name() << " could not install version " << apply.version()
                  << " (" << apply.update_id() << "): " << status;
@@ -288,68 +441,270 @@ class Worker::Impl {
   absl::Status Install(const v1::ApplyUpdate& apply,
                        WorkerLease::StreamNumber stream, bool* untouched,
                        v1::WorkerApplied* answer) {
-    const v1::InstalledState before = installed();
-    if (before.state() == v1::InstalledState::STATE_INSTALLED &&
-        before.update_id() == apply.update_id()) {
-      return absl::OkStatus();
-    }
+    if (Has(apply.update_id())) return absl::OkStatus();
     if (apply.commit_term() <= 0) {
       return ErrorStatus(
           absl::StatusCode::kFailedPrecondition, "NOT_COMMITTED",
           absl::StrCat("The command to apply ", apply.update_id(),
                        " does not say that it is committed."));
     }
-    const auto found = plans_.find(apply.layout_id());
-    if (found == plans_.end()) {
-      return ErrorStatus(absl::StatusCode::kFailedPrecondition,
-                         "COPY_PLAN_UNKNOWN",
-                         absl::StrCat("No copy plan came for layout ",
-                                      apply.layout_id(), "; send it first."));
-    }
-    if (!found->second.ok()) return found->second.status();
-    const std::shared_ptr<const ApplyPlan> plan = *found->second;
-    const auto buckets = store_.Locate(apply, plan->buckets());
+    const auto plan = PlanOf(apply.layout_id());
+    if (!plan.ok()) return plan.status();
+    const auto buckets = store_.Locate(apply, (*plan)->buckets());
     if (!buckets.ok()) return buckets.status();
     std::vector<ApplyPlan::Source> sources;
     sources.reserve(buckets->size());
     for (const StoreMap::Bucket& bucket : *buckets) {
       sources.push_back({bucket.data, bucket.size_bytes});
     }
-    const auto tasks = plan->Tasks(sources);
+    const auto tasks = (*plan)->Tasks(sources);
     if (!tasks.ok()) return tasks.status();
 
-    SetInstalled(MakeState(v1::InstalledState::STATE_WRITING, apply));
-    v1::WorkerReport writing;
-    writing.mutable_writing()->set_update_id(apply.update_id());
-    if (!lease_.Write(stream, std::move(writing)) ||
-        !lease_.Flush(stream, absl::Now() + absl::Seconds(5))) {
-      SetInstalled(before);
-      return ErrorStatus(absl::StatusCode::kUnavailable, "STREAM_ENDED",
-                         "The daemon could not be told of the first byte; "
-                         "nothing was written.");
-    }
-    if (options_.on_writing) options_.on_writing(apply.update_id());
+    absl::Status status = AnnounceWriting(apply, stream);
+    if (!status.ok()) return status;
     *untouched = false;
-    const absl::Status copied = memory_.get()->Copy(
-        *tasks, transport::CopyOptions(), /*digest=*/nullptr);
-    if (!copied.ok()) return copied;
-    answer->set_copied_bytes(plan->bytes());
+    status = memory_.get()->Copy(*tasks, transport::CopyOptions(),
+                                 /*digest=*/nullptr);
+    if (!status.ok()) return status;
+    answer->set_copied_bytes((*plan)->bytes());
+    FenceCopies();
+    for (const StoreMap::Bucket& bucket : *buckets) {
+      if (!bucket.StillThere()) return Recycled(apply.update_id());
+    }
+    return Installed(apply);
+  }
 
-    // The copies' loads come before the counters' second reading.
+  // The copies' loads come before the counters' second reading.
+  static void FenceCopies() {
 #if !defined(__SANITIZE_THREAD__)  // gcc refuses fences there
     std::atomic_thread_fence(std::memory_order_acquire);
 #endif
-    for (const StoreMap::Bucket& bucket : *buckets) {
-      if (!bucket.StillThere()) {
-        return ErrorStatus(
-            absl::StatusCode::kAborted, "STORE_SLOT_RECYCLED",
-            absl::StrCat("The store gave bytes of ", apply.update_id(),
-                         " away while they were copied: the tensors hold a "
-                         "mix; apply the update again."));
-      }
+  }
+
+  static absl::Status Recycled(const std::string& update_id) {
+    return ErrorStatus(
+        absl::StatusCode::kAborted, "STORE_SLOT_RECYCLED",
+        absl::StrCat("The store gave bytes of ", update_id,
+                     " away while they were copied: the tensors hold a "
+                     "mix; apply the update again."));
+  }
+
+  // ---- STREAM ----
+
+  // An update whose buckets come one by one.
+  struct Streaming {
+    v1::ApplyUpdate apply;
+    std::shared_ptr<const ApplyPlan> plan;
+    std::set<int32_t> taken;
+    int64_t bytes = 0;
+    absl::Duration copying;
+  };
+
+  void BeginStream(const v1::ApplyUpdate& apply,
+                   WorkerLease::StreamNumber stream) {
+    if (Has(apply.update_id())) return;
+    if (streaming_ != nullptr &&
+        streaming_->apply.update_id() == apply.update_id()) {
+      return;
     }
-    SetInstalled(MakeState(v1::InstalledState::STATE_INSTALLED, apply));
-    return absl::OkStatus();
+    streaming_ = nullptr;
+    absl::Status status = BeginWrite(apply);
+    if (status.ok()) {
+      auto plan = PlanOf(apply.layout_id());
+      status = plan.status();
+      if (status.ok()) status = AnnounceWriting(apply, stream);
+      if (status.ok()) {
+        streaming_ = std::make_unique<Streaming>();
+        streaming_->apply = apply;
+        streaming_->apply.clear_direct();
+        streaming_->plan = *std::move(plan);
+      }
+      EndWrite();
+    }
+    if (!status.ok()) {
+      // Whoever passes the first bucket learns it.
+      refused_ = status;
+      refused_update_ = apply.update_id();
+      LOG(ERROR) << Name() << " cannot take part in " << apply.update_id()
+                 << ": " << status;
+    }
+    for (int i = 0; i < apply.direct_size(); ++i) {
+      const bool last =
+          i + 1 == apply.direct_size() ||
+          apply.direct(i + 1).bucket() != apply.direct(i).bucket();
+      ReadDirectly(apply, apply.direct(i), last, stream);
+    }
+  }
+
+  // A part of a bucket, each answered with its digest.
+  void ReadDirectly(const v1::ApplyUpdate& apply,
+                    const v1::DirectCopies& copies, bool last,
+                    WorkerLease::StreamNumber stream) {
+    v1::WorkerReport report;
+    v1::StreamBucketTaken* taken = report.mutable_stream_bucket_taken();
+    taken->set_update_id(apply.update_id());
+    taken->set_command_id(apply.command_id());
+    taken->set_bucket(copies.bucket());
+    const absl::Status status = WriteStreamed(apply.update_id(), [&] {
+      const std::string& arena_id = copies.memory().arena().arena_id();
+      const auto memory = store_.Find(arena_id);
+      if (memory == nullptr || copies.size_bytes() > memory->bytes()) {
+        return ErrorStatus(
+            absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
+            absl::StrCat("The trainer's memory ", arena_id,
+                         " could not be mapped or was never offered."));
+      }
+      const auto tasks =
+          DirectTasks(copies, sets_[WriteSet()], apply.ordinals(),
+                      memory->data(), copies.size_bytes());
+      if (!tasks.ok()) return tasks.status();
+      transport::Digest digest;
+      const absl::Status copied =
+          memory_.get()->Copy(*tasks, transport::CopyOptions(), &digest);
+      if (!copied.ok()) return copied;
+      for (const auto& task : *tasks) streaming_->bytes += task.bytes();
+      taken->mutable_digest()->set_lane0(digest.lanes[0]);
+      taken->mutable_digest()->set_lane1(digest.lanes[1]);
+      return absl::OkStatus();
+    });
+    if (status.ok() && last) streaming_->taken.insert(taken->bucket());
+    if (!status.ok()) *taken->mutable_failure() = ToFailure(status);
+    lease_.Write(stream, std::move(report));
+  }
+
+  void TakeBucket(const v1::StreamBucket& pass,
+                  WorkerLease::StreamNumber stream) {
+    const int32_t id = pass.location().bucket();
+    v1::WorkerReport report;
+    v1::StreamBucketTaken* taken = report.mutable_stream_bucket_taken();
+    taken->set_update_id(pass.update_id());
+    taken->set_command_id(pass.command_id());
+    taken->set_bucket(id);
+    const absl::Status status = WriteStreamed(pass.update_id(), [&] {
+      const auto bucket =
+          store_.LocateOne(pass.update_id(), id, pass.location().slot());
+      if (!bucket.ok()) return bucket.status();
+      const auto tasks =
+          streaming_->plan->TasksOf(id, {bucket->data, bucket->size_bytes});
+      if (!tasks.ok()) return tasks.status();
+      const absl::Status copied = memory_.get()->Copy(
+          *tasks, transport::CopyOptions(), /*digest=*/nullptr);
+      if (!copied.ok()) return copied;
+      FenceCopies();
+      if (!bucket->StillThere()) return Recycled(pass.update_id());
+      for (const auto& task : *tasks) streaming_->bytes += task.bytes();
+      return absl::OkStatus();
+    });
+    if (status.ok()) streaming_->taken.insert(id);
+    if (!status.ok()) {
+      LOG(ERROR) << Name() << " could not take bucket " << id << " of "
+                 << pass.update_id() << ": " << status;
+      *taken->mutable_failure() = ToFailure(status);
+    }
+    lease_.Write(stream, std::move(report));
+  }
+
+  // Writes a part of the update that is streamed.
+  template <typename Fn>
+  absl::Status WriteStreamed(const std::string& update_id, Fn write) {
+    if (streaming_ == nullptr || streaming_->apply.update_id() != update_id) {
+      if (update_id == refused_update_) return refused_;
+      return ErrorStatus(
+          absl::StatusCode::kFailedPrecondition, "STREAM_UNKNOWN",
+          absl::StrCat(Name(), " takes no part in update ", update_id, "."));
+    }
+    absl::Status status = BeginWrite(streaming_->apply);
+    if (!status.ok()) return status;
+    const absl::Time start = absl::Now();
+    status = write();
+    streaming_->copying += absl::Now() - start;
+    EndWrite();
+    return status;
+  }
+
+  void EndStream(const v1::EndStream& end, WorkerLease::StreamNumber stream) {
+    v1::WorkerReport report;
+    v1::WorkerApplied* answer = report.mutable_applied();
+    answer->set_command_id(end.command_id());
+    if (streaming_ == nullptr ||
+        streaming_->apply.update_id() != end.update_id()) {
+      // Aborted before it had begun here: nothing is left of it.
+      if (!end.complete()) return;
+      v1::ApplyUpdate apply;
+      apply.set_update_id(end.update_id());
+      answer->set_untouched(true);
+      const absl::Status status =
+          Has(end.update_id())
+              ? absl::OkStatus()
+              : ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                            "STREAM_UNKNOWN",
+                            absl::StrCat(Name(), " has not been given update ",
+                                         end.update_id(), "."));
+      Answer(apply, status, absl::ZeroDuration(), std::move(report), stream);
+      return;
+    }
+    const std::unique_ptr<Streaming> streamed = std::move(streaming_);
+    answer->set_copied_bytes(streamed->bytes);
+    absl::Status status;
+    if (!end.complete()) {
+      status = ErrorStatus(
+          absl::StatusCode::kAborted, "UPDATE_ABORTED",
+          absl::StrCat("Update ", end.update_id(),
+                       " was given up while it was streamed; the tensors hold "
+                       "a mix until another one is applied."));
+    }
+    for (const int32_t bucket : streamed->plan->buckets()) {
+      if (!status.ok()) break;
+      if (streamed->taken.count(bucket) > 0) continue;
+      status = ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                           "STREAM_INCOMPLETE",
+                           absl::StrCat(Name(), " has not got bucket ", bucket,
+                                        " of ", end.update_id(), "."));
+    }
+    if (status.ok()) status = Installed(streamed->apply);
+    answer->set_untouched(swaps());
+    Answer(streamed->apply, status, streamed->copying, std::move(report),
+           stream);
+  }
+
+  // ---- Verifying ----
+
+  void DigestTensors(const v1::DigestTensors& command,
+                     WorkerLease::StreamNumber stream) {
+    v1::WorkerReport report;
+    v1::TensorDigests* answer = report.mutable_tensor_digests();
+    answer->set_command_id(command.command_id());
+    const absl::Time start = absl::Now();
+    // Reads the memory: it must be there.
+    absl::Status status = BeginWrite(v1::ApplyUpdate());
+    if (status.ok()) {
+      const std::vector<Tensor>& tensors = sets_[serving_];
+      if (command.ordinals_size() != static_cast<int>(tensors.size())) {
+        status = ErrorStatus(
+            absl::StatusCode::kInvalidArgument, "TENSOR_COUNT_MISMATCH",
+            absl::StrCat("The daemon names ", command.ordinals_size(),
+                         " tensors, and ", Name(), " has ", tensors.size(),
+                         "."));
+      }
+      for (size_t i = 0; status.ok() && i < tensors.size(); ++i) {
+        transport::Digest digest;
+        const transport::CopyTask task = DigestTask(
+            tensors[i],
+            static_cast<uint32_t>(command.ordinals(static_cast<int>(i))));
+        status = memory_.get()->Copy({task}, transport::CopyOptions(), &digest);
+        v1::Digest* out = answer->add_digests();
+        out->set_lane0(digest.lanes[0]);
+        out->set_lane1(digest.lanes[1]);
+      }
+      EndWrite();
+    }
+    if (!status.ok()) {
+      answer->clear_digests();
+      *answer->mutable_failure() = ToFailure(status);
+    }
+    *answer->mutable_installed() = installed();
+    *answer->mutable_digest_duration() = ToProto(absl::Now() - start);
+    lease_.Write(stream, std::move(report));
   }
 
   void SetInstalled(v1::InstalledState state) {
@@ -358,22 +713,32 @@ class Worker::Impl {
   }
 
   const WorkerOptions options_;
-  const std::vector<Tensor> tensors_;
+  // The second is empty where nothing is swapped.
+  const std::vector<Tensor> sets_[2];
   ClientMemory memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
 
   mutable absl::Mutex mutex_;
   v1::InstalledState installed_ ABSL_GUARDED_BY(mutex_);
   bool applying_ ABSL_GUARDED_BY(mutex_) = false;
+  bool asleep_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Time apply_deadline_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   // Not OK once the lease has ended.
   absl::Status ended_ ABSL_GUARDED_BY(mutex_);
 
   // Of the queue's thread alone.
   StoreMap store_;
-  absl::flat_hash_map<std::string,
-                      absl::StatusOr<std::shared_ptr<const ApplyPlan>>>
-      plans_;
+  // By layout; for each set of tensors.
+  struct Plans {
+    absl::Status status;
+    std::shared_ptr<const ApplyPlan> sets[2];
+  };
+  absl::flat_hash_map<std::string, Plans> plans_;
+  int serving_ = 0;
+  std::unique_ptr<Streaming> streaming_;
+  // The stream that this worker could not begin, and why.
+  std::string refused_update_;
+  absl::Status refused_;
 
   WorkQueue queue_;
   WorkerLease lease_;
@@ -381,7 +746,15 @@ class Worker::Impl {
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
     WorkerOptions options, std::vector<Tensor> tensors) {
+  return Start(std::move(options), std::move(tensors), {});
+}
+
+absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
+    WorkerOptions options, std::vector<Tensor> tensors,
+    std::vector<Tensor> spare) {
   absl::Status status = CheckTensors(tensors, /*unique_names=*/true);
+  if (status.ok()) status = CheckTensors(spare, /*unique_names=*/true);
+  if (status.ok()) status = CheckSpare(options, tensors, spare);
   if (!status.ok()) return status;
   if (options.model.empty() || options.replica.empty() ||
       options.incarnation.empty()) {
@@ -400,8 +773,9 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
   options.model = ModelName(options.model);
   auto channel = MakeChannel(options.address);
   if (!channel.ok()) return channel.status();
-  return std::unique_ptr<Worker>(new Worker(std::make_unique<Impl>(
-      std::move(options), std::move(tensors), *std::move(channel))));
+  return std::unique_ptr<Worker>(new Worker(
+      std::make_unique<Impl>(std::move(options), std::move(tensors),
+                             std::move(spare), *std::move(channel))));
 }
 
 Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -415,6 +789,10 @@ absl::Status Worker::WaitInstalled(int64_t version, absl::Duration timeout) {
   return impl_->WaitInstalled(version, absl::Now() + timeout);
 }
 absl::Status Worker::MarkDropped() { return impl_->MarkDropped(); }
+absl::Status Worker::Sleep(absl::Duration timeout) {
+  return impl_->Sleep(absl::Now() + timeout);
+}
+absl::Status Worker::Wake() { return impl_->Wake(); }
 absl::Status Worker::status() const { return impl_->status(); }
 bool Worker::ended() const { return impl_->ended(); }
 void Worker::Close() { impl_->Close(); }

@@ -20,6 +20,17 @@
 // was applied, across broken streams and restarts of the daemon: at every
 // registration the worker says what is in its memory.
 //
+// STREAM: buckets come one after the other while the replica is paused; the
+// tensors hold a mix until the daemon says that the update is committed and
+// complete. An update that is given up leaves WRITING behind.
+//
+// A worker with a spare set of tensors (WorkerOptions::swap) writes into the
+// set that does not serve and swaps the two: it never holds a mix, whatever
+// fails, and updates may be published with PAUSE_MODE_NONE.
+//
+// No byte is written while the engine's memory is not there: asleep (Sleep), or
+// where WorkerOptions::may_write says no.
+//
 // Broken streams are mended by the library: it registers again after a
 // back-off, for as long as the object lives, unless the daemon's answer is one
 // that trying again cannot change (see ended()).
@@ -72,6 +83,14 @@ struct WorkerOptions {
   int copy_threads = 0;
   // What the tensors hold at the start; default: what the engine loaded.
   v1::InstalledState installed;
+  // Asked on the copying thread before the daemon is told and anything is
+  // written. Not OK: the memory is not there now (starting, asleep); the update
+  // is refused with that status, untouched. May be empty.
+  std::function<absl::Status()> may_write;
+  // Of a worker that was started with a spare set of tensors: called on the
+  // copying thread when set `set` (0: the first one) holds an update whole, to
+  // have the engine serve from it. Not OK: the other one still serves.
+  std::function<absl::Status(int set, const std::string& update_id)> swap;
   // Called on the copying thread when the tensors are about to become a mix:
   // after the daemon was told, before the first byte.
   std::function<void(const std::string& update_id)> on_writing;
@@ -91,6 +110,12 @@ class Worker {
   //     NAME_INVALID (no model, replica or incarnation), ADDRESS_INVALID.
   static absl::StatusOr<std::unique_ptr<Worker>> Start(
       WorkerOptions options, std::vector<Tensor> tensors);
+  // With a second set of tensors of the same names, types, shapes and boxes;
+  // `tensors` are those that serve now. Also SWAP_INVALID: options.swap is
+  // missing, or the sets are not the same.
+  static absl::StatusOr<std::unique_ptr<Worker>> Start(
+      WorkerOptions options, std::vector<Tensor> tensors,
+      std::vector<Tensor> spare);
 
   // As Close.
   ~Worker();
@@ -115,6 +140,12 @@ class Worker {
   // gone. Registers anew with that, so that the newest version is applied
   // again. FAILED_PRECONDITION (APPLY_RUNNING) while a copy runs.
   absl::Status MarkDropped();
+
+  // The engine sleeps and its memory goes: nothing is written until Wake, which
+  // then does what MarkDropped does. Waits for a copy that runs, up to
+  // `timeout`: FAILED_PRECONDITION (APPLY_RUNNING) if it is still there.
+  absl::Status Sleep(absl::Duration timeout);
+  absl::Status Wake();
 
   // OK while registered; why not, otherwise.
   absl::Status status() const;

@@ -140,6 +140,42 @@ class WorkerTest : public ::testing::Test {
     return report.applied();
   }
 
+  // Update `update` streamed: the beginning, its one bucket, its end.
+  static v1::WorkerCommand Begin(int update) {
+    v1::WorkerCommand command;
+    v1::ApplyUpdate* apply = command.mutable_apply();
+    apply->set_command_id(absl::StrCat("stream/u", update));
+    apply->set_update_id(absl::StrCat("u", update));
+    apply->set_version(update);
+    apply->set_layout_id("layout");
+    apply->set_stream(true);
+    apply->mutable_timeout()->set_seconds(20);
+    return command;
+  }
+  v1::WorkerCommand Bucket(int update) {
+    v1::WorkerCommand command;
+    v1::StreamBucket* bucket = command.mutable_stream_bucket();
+    bucket->set_update_id(absl::StrCat("u", update));
+    bucket->set_command_id(absl::StrCat("stream/u", update));
+    *bucket->mutable_location()->mutable_slot() =
+        Apply(update).apply().buckets(0).slot();
+    return command;
+  }
+  static v1::WorkerCommand End(int update, bool complete) {
+    v1::WorkerCommand command;
+    v1::EndStream* end = command.mutable_end_stream();
+    end->set_update_id(absl::StrCat("u", update));
+    end->set_command_id("commit");
+    end->set_complete(complete);
+    return command;
+  }
+  static v1::StreamBucketTaken Taken(FakeWorkerStream* stream) {
+    v1::WorkerReport report;
+    EXPECT_TRUE(stream->Receive(&report));
+    EXPECT_TRUE(report.has_stream_bucket_taken()) << report.DebugString();
+    return report.stream_bucket_taken();
+  }
+
   bool LiveIs(char value) const {
     return live_ == std::vector<char>(kBytes, value);
   }
@@ -385,6 +421,266 @@ TEST_F(WorkerTest, CloseWaitsForACopyAndTouchesNothingAfterwards) {
   EXPECT_TRUE(LiveIs(1));
   EXPECT_TRUE(worker_->ended());
   EXPECT_EQ(ErrorReason(worker_->WaitInstalled(7, kSoon)), "CLOSED");
+}
+
+TEST_F(WorkerTest, AStreamedUpdateIsInstalledAtItsEndAndNotBefore) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Begin(1));
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  ASSERT_TRUE(report.has_writing()) << report.DebugString();
+  stream->Send(Bucket(1));
+  const v1::StreamBucketTaken taken = Taken(stream.get());
+  EXPECT_FALSE(taken.has_failure()) << taken.DebugString();
+  EXPECT_EQ(taken.update_id(), "u1");
+  EXPECT_TRUE(LiveIs(1));
+  EXPECT_EQ(worker_->installed().state(), v1::InstalledState::STATE_WRITING)
+      << "it is not committed";
+  stream->Send(End(1, /*complete=*/true));
+  const v1::WorkerApplied applied = Answer(stream.get(), false);
+  EXPECT_FALSE(applied.has_failure()) << applied.DebugString();
+  EXPECT_EQ(applied.command_id(), "commit");
+  EXPECT_EQ(applied.copied_bytes(), kBytes);
+  EXPECT_EQ(applied.installed().state(), v1::InstalledState::STATE_INSTALLED);
+  EXPECT_EQ(applied.installed().update_id(), "u1");
+  EXPECT_EQ(applied.installed().version(), 1);
+}
+
+TEST_F(WorkerTest, AStreamThatIsGivenUpLeavesAMix) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Begin(1));
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  stream->Send(Bucket(1));
+  Taken(stream.get());
+  stream->Send(End(1, /*complete=*/false));
+  v1::WorkerApplied applied = Answer(stream.get(), false);
+  EXPECT_EQ(applied.failure().reason(), "UPDATE_ABORTED");
+  EXPECT_FALSE(applied.untouched());
+  EXPECT_EQ(applied.installed().state(), v1::InstalledState::STATE_WRITING);
+  // Another one, in the usual way, mends it.
+  stream->Send(Apply(2));
+  applied = Answer(stream.get(), true);
+  EXPECT_EQ(applied.installed().state(), v1::InstalledState::STATE_INSTALLED);
+  EXPECT_TRUE(LiveIs(2));
+}
+
+TEST_F(WorkerTest, AStreamThatLacksABucketIsNotInstalled) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Begin(1));
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  stream->Send(End(1, /*complete=*/true));
+  const v1::WorkerApplied applied = Answer(stream.get(), false);
+  EXPECT_EQ(applied.failure().reason(), "STREAM_INCOMPLETE");
+  EXPECT_EQ(applied.installed().state(), v1::InstalledState::STATE_WRITING);
+}
+
+TEST_F(WorkerTest, ASlotThatIsUsedAgainUnderAStreamIsNoticed) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Begin(1));
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  const v1::WorkerCommand bucket = Bucket(1);
+  store_->AdvanceGeneration(0);
+  stream->Send(bucket);
+  EXPECT_EQ(Taken(stream.get()).failure().reason(), "STORE_SLOT_RECYCLED");
+}
+
+TEST_F(WorkerTest, ABucketOfNoStreamIsRefusedAndNothingIsWritten) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Bucket(1));
+  EXPECT_EQ(Taken(stream.get()).failure().reason(), "STREAM_UNKNOWN");
+  EXPECT_TRUE(LiveIs(0));
+}
+
+TEST_F(WorkerTest, TheTrainersMemoryIsReadDirectlyWithItsDigest) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  v1::WorkerCommand begin = Begin(1);
+  // The store's arena stands for a trainer's: one bucket from two places of it.
+  begin.mutable_apply()->add_ordinals(4);
+  for (int part = 0; part < 2; ++part) {
+    v1::DirectCopies* direct = begin.mutable_apply()->add_direct();
+    direct->mutable_memory()->mutable_arena()->set_arena_id("store-1");
+    direct->set_size_bytes(2 * kBytes);
+    v1::TensorCopy* copy = direct->add_copies();
+    copy->set_bucket_offset_bytes(part * kBytes);
+    copy->set_tensor_offset_bytes(part * kBytes / 2);
+    copy->set_run_bytes(kBytes / 2);
+  }
+  stream->Send(begin);
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  ASSERT_TRUE(report.has_writing());
+  // One answer for each part.
+  transport::Digest sum;
+  for (int part = 0; part < 2; ++part) {
+    const v1::StreamBucketTaken taken = Taken(stream.get());
+    EXPECT_FALSE(taken.has_failure()) << taken.DebugString();
+    sum.lanes[0] += taken.digest().lane0();
+    sum.lanes[1] += taken.digest().lane1();
+  }
+  EXPECT_EQ(live_[0], 1);
+  EXPECT_EQ(live_[kBytes - 1], 2);
+  transport::Digest expected;
+  transport::DigestRun run;
+  run.ordinal = 4;
+  run.element_count = kBytes;
+  run.element_bytes = 1;
+  transport::DigestAccumulate(live_.data(), run, &expected);
+  EXPECT_TRUE(sum == expected);
+  // One that would read outside the memory is refused.
+  v1::WorkerCommand outside = Begin(2);
+  outside.mutable_apply()->add_ordinals(4);
+  *outside.mutable_apply()->add_direct() = begin.apply().direct(1);
+  outside.mutable_apply()->mutable_direct(0)->set_size_bytes(kBytes);
+  stream->Send(outside);
+  ASSERT_TRUE(stream->Receive(&report));
+  EXPECT_EQ(Taken(stream.get()).failure().reason(), "COPY_PLAN_INVALID");
+}
+
+TEST_F(WorkerTest, LiveTensorsAreDigested) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Apply(1));
+  Answer(stream.get(), true);
+  live_[17] = 99;
+  v1::WorkerCommand command;
+  command.mutable_digest_tensors()->set_command_id("d1");
+  command.mutable_digest_tensors()->add_ordinals(3);
+  stream->Send(command);
+  v1::WorkerReport report;
+  ASSERT_TRUE(stream->Receive(&report));
+  ASSERT_TRUE(report.has_tensor_digests()) << report.DebugString();
+  const v1::TensorDigests& digests = report.tensor_digests();
+  EXPECT_EQ(digests.command_id(), "d1");
+  EXPECT_EQ(digests.installed().update_id(), "u1");
+  transport::Digest expected;
+  transport::DigestRun run;
+  run.ordinal = 3;
+  run.element_count = kBytes;
+  run.element_bytes = 1;
+  transport::DigestAccumulate(live_.data(), run, &expected);
+  ASSERT_EQ(digests.digests_size(), 1);
+  EXPECT_EQ(digests.digests(0).lane0(), expected.lanes[0]);
+  command.mutable_digest_tensors()->clear_ordinals();
+  stream->Send(command);
+  ASSERT_TRUE(stream->Receive(&report));
+  EXPECT_EQ(report.tensor_digests().failure().reason(),
+            "TENSOR_COUNT_MISMATCH");
+}
+
+// An update must not be written into an engine whose memory is not there.
+TEST_F(WorkerTest, NothingIsWrittenWhileTheEngineSleeps) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Apply(1));
+  Answer(stream.get(), true);
+  ASSERT_TRUE(worker_->Sleep(kSoon).ok());
+  v1::RegisterWorker registration;
+  stream = Accept(&registration);
+  ASSERT_NE(stream, nullptr);
+  EXPECT_EQ(registration.installed().state(),
+            v1::InstalledState::STATE_NOTHING);
+  stream->Send(Apply(2));
+  v1::WorkerApplied applied = Answer(stream.get(), false);
+  EXPECT_EQ(applied.failure().reason(), "WORKER_ASLEEP");
+  EXPECT_TRUE(applied.untouched());
+  EXPECT_TRUE(LiveIs(1));
+  stream->Send(Begin(2));
+  stream->Send(Bucket(2));
+  EXPECT_EQ(Taken(stream.get()).failure().reason(), "WORKER_ASLEEP");
+  EXPECT_TRUE(LiveIs(1));
+  ASSERT_TRUE(worker_->Wake().ok());
+  stream = Accept(&registration);
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Apply(2));
+  applied = Answer(stream.get(), true);
+  EXPECT_FALSE(applied.has_failure()) << applied.DebugString();
+  EXPECT_TRUE(LiveIs(2));
+}
+
+TEST_F(WorkerTest, AnEngineThatIsStartingIsAskedFirst) {
+  bool ready = false;
+  options_.may_write = [&ready]() -> absl::Status {
+    if (ready) return absl::OkStatus();
+    return ErrorStatus(absl::StatusCode::kFailedPrecondition, "STARTING",
+                       "The weights are not allocated yet.");
+  };
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(Apply(1));
+  const v1::WorkerApplied applied = Answer(stream.get(), false);
+  EXPECT_EQ(applied.failure().reason(), "STARTING");
+  EXPECT_TRUE(applied.untouched());
+  EXPECT_TRUE(LiveIs(0));
+  ready = true;
+  stream->Send(Apply(1));
+  EXPECT_FALSE(Answer(stream.get(), true).has_failure());
+}
+
+TEST_F(WorkerTest, AWorkerThatSwapsIsNeverAMix) {
+  std::vector<char> spare(kBytes, 0);
+  int serving = 0;
+  bool fail = false;
+  options_.swap = [&](int set, const std::string&) -> absl::Status {
+    if (fail) return absl::InternalError("the engine is busy");
+    serving = set;
+    return absl::OkStatus();
+  };
+  options_.address = daemon_.address();
+  options_.model = "m";
+  options_.replica = "r";
+  options_.incarnation = "i";
+  Tensor tensor;
+  tensor.name = "w";
+  tensor.dtype = v1::DTYPE_U8;
+  tensor.shape = {kBytes};
+  tensor.data = live_.data();
+  Tensor second = tensor;
+  second.data = spare.data();
+  auto worker = Worker::Start(options_, {tensor}, {second});
+  ASSERT_TRUE(worker.ok()) << worker.status();
+  worker_ = *std::move(worker);
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  // No word of WRITING: what serves stays whole.
+  stream->Send(Apply(1));
+  EXPECT_FALSE(Answer(stream.get(), false).has_failure());
+  EXPECT_EQ(serving, 1);
+  EXPECT_TRUE(LiveIs(0));
+  EXPECT_EQ(spare[5], 1);
+  stream->Send(Apply(2));
+  EXPECT_FALSE(Answer(stream.get(), false).has_failure());
+  EXPECT_EQ(serving, 0);
+  EXPECT_TRUE(LiveIs(2));
+  EXPECT_EQ(spare[5], 1);
+  // An engine that does not swap keeps what it has.
+  fail = true;
+  stream->Send(Apply(1));
+  const v1::WorkerApplied applied = Answer(stream.get(), false);
+  EXPECT_TRUE(applied.has_failure());
+  EXPECT_TRUE(applied.untouched());
+  EXPECT_EQ(applied.installed().update_id(), "u2");
+  EXPECT_EQ(applied.installed().state(), v1::InstalledState::STATE_INSTALLED);
+  second.name = "v";
+  EXPECT_EQ(ErrorReason(Worker::Start(options_, {tensor}, {second}).status()),
+            "SWAP_INVALID");
 }
 
 TEST_F(WorkerTest, WrongArgumentsAreFoundBeforeAnyCall) {

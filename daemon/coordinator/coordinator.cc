@@ -32,6 +32,11 @@ Actions Coordinator::OnPrepareRequest(absl::Time now, int64_t request,
   return core_->OnPrepareRequest(now, request, prepare);
 }
 
+Actions Coordinator::OnAdminRequest(absl::Time now, int64_t request,
+                                    const AdminRequest& call) {
+  return core_->OnAdminRequest(now, request, call);
+}
+
 void Coordinator::FillCluster(v1::Cluster* cluster) const {
   Queries(*core_).FillCluster(cluster);
 }
@@ -67,6 +72,10 @@ absl::StatusOr<v1::ListVersionsResponse> Coordinator::ListVersions(
   return Queries(*core_).ListVersions(request, now);
 }
 
+absl::StatusOr<schedule::PlanReport> Coordinator::Plan(
+    const v1::PlanRequest& request) const {
+  return core_->PlanNow(request);
+}
 const std::string& Coordinator::cluster_id() const {
   return core_->cluster_id();
 }

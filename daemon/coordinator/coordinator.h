@@ -32,6 +32,7 @@
 #include "daemon/coordinator/actions.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/options.h"
+#include "schedule/describe.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
 
@@ -65,6 +66,11 @@ class Coordinator {
   Actions OnPrepareRequest(absl::Time now, int64_t request,
                            const v1::PrepareRequest& prepare);
 
+  // The calls of AdminService that change something. Answered by
+  // AdminDone{request}, perhaps at once.
+  Actions OnAdminRequest(absl::Time now, int64_t request,
+                         const AdminRequest& call);
+
   // ---- Queries: AdminService's answers, with its codes and reasons ----
 
   // All but answered_by and the protocol versions.
@@ -88,6 +94,10 @@ class Coordinator {
       const v1::ListReplicasRequest& request) const;
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(
       const v1::ListVersionsRequest& request, absl::Time now) const;
+
+  // AdminService.Plan of a registered model.
+  absl::StatusOr<schedule::PlanReport> Plan(
+      const v1::PlanRequest& request) const;
 
   const std::string& cluster_id() const;
   int64_t term() const;

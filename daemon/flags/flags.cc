@@ -82,6 +82,13 @@ DEFINE_int32(keep_updates, 2,
              "How many committed updates of a model the store keeps while "
              "there is room; at "
              "least 1.");
+DEFINE_int32(stream_slots, 3,
+             "Coordinator: through how many slots of a bucket each flow of a "
+             "STREAM or IN_PLACE update passes on each of its nodes.");
+DEFINE_string(
+    on_isolation, "KEEP_SERVING",
+    "What replicas of this node do when the coordinator has been away for "
+    "--max_staleness: KEEP_SERVING or PAUSE.");
 DEFINE_int32(
     copy_threads, 0,
     "Threads that copy host memory. 0: one for each processor, at most 8.");
@@ -107,6 +114,14 @@ DEFINE_duration(publish_timeout, "120s",
                 "How long PublishVersion waits for missing ranks or for the "
                 "update before it, at "
                 "most.");
+DEFINE_duration(
+    barrier_timeout, "30s",
+    "Coordinator: a replica that is paused and hears of no commit for this "
+    "long, because its coordinator is away, serves the old weights again (when "
+    "all of its workers are on one node).");
+DEFINE_duration(operation_timeout, "10m",
+                "Coordinator: how long a pause, rollback, release or "
+                "verification that somebody asked for waits at most.");
 DEFINE_duration(heartbeat_interval, "1s",
                 "How often clients and nodes shall say that they live.");
 DEFINE_duration(
@@ -120,6 +135,9 @@ DEFINE_duration(recovery_timeout, "30s",
                 "Coordinator: after a restart, how long a committed update "
                 "waits for the nodes "
                 "of its replicas.");
+DEFINE_duration(max_staleness, "10m",
+                "How long replicas serve without a coordinator before "
+                "--on_isolation says what becomes of them.");
 DEFINE_duration(
     registration_timeout, "15s",
     "How long the registration of a client waits for the coordinator.");
@@ -235,12 +253,15 @@ absl::Status ReadDeadlines(Deadlines* out) {
       {"apply_timeout", &FLAGS_apply_timeout, &out->apply},
       {"resume_timeout", &FLAGS_resume_timeout, &out->resume},
       {"publish_timeout", &FLAGS_publish_timeout, &out->publish},
+      {"barrier_timeout", &FLAGS_barrier_timeout, &out->barrier},
+      {"operation_timeout", &FLAGS_operation_timeout, &out->operation},
       {"heartbeat_interval", &FLAGS_heartbeat_interval,
        &out->heartbeat_interval},
       {"heartbeat_timeout", &FLAGS_heartbeat_timeout, &out->heartbeat},
       {"node_reconnect_grace", &FLAGS_node_reconnect_grace,
        &out->node_reconnect_grace},
       {"recovery_timeout", &FLAGS_recovery_timeout, &out->recovery},
+      {"max_staleness", &FLAGS_max_staleness, &out->max_staleness},
       {"registration_timeout", &FLAGS_registration_timeout, &out->registration},
       {"call_timeout", &FLAGS_call_timeout, &out->call},
       {"wait_timeout", &FLAGS_wait_timeout, &out->wait},
@@ -353,6 +374,16 @@ absl::StatusOr<Options> OptionsFromFlags() {
                      "keep at least 1");
   }
   options.keep_updates = FLAGS_keep_updates;
+  if (FLAGS_stream_slots < 1 || FLAGS_stream_slots > 64) {
+    return FlagError("stream_slots", absl::StrCat(FLAGS_stream_slots),
+                     "give 1 to 64");
+  }
+  options.stream_slots = FLAGS_stream_slots;
+  if (FLAGS_on_isolation != "KEEP_SERVING" && FLAGS_on_isolation != "PAUSE") {
+    return FlagError("on_isolation", FLAGS_on_isolation,
+                     "give KEEP_SERVING or PAUSE");
+  }
+  options.pause_on_isolation = FLAGS_on_isolation == "PAUSE";
   if (FLAGS_copy_threads < 0 || FLAGS_copy_threads > 256) {
     return FlagError("copy_threads", absl::StrCat(FLAGS_copy_threads),
                      "give 0 to 256");

@@ -54,7 +54,66 @@ void AddPiece(const schedule::Piece& piece, const schedule::Param& param,
   }
 }
 
+// Calls `add` for each part of a piece that lies in bytes [offset, offset +
+// size) of the bucket, with the part's elements [begin, end).
+template <typename Fn>
+void ForPieces(const NodeLayout& layout,
+               absl::Span<const schedule::Piece> pieces, int64_t offset,
+               int64_t size, Fn add) {
+  const int64_t limit = offset + size;
+  // The last piece that begins at or before `offset`, or the first one.
+  auto it = std::upper_bound(pieces.begin(), pieces.end(), offset,
+                             [](int64_t value, const schedule::Piece& piece) {
+                               return value < piece.offset;
+                             });
+  if (it != pieces.begin()) --it;
+  for (; it != pieces.end() && it->offset < limit; ++it) {
+    const schedule::Param& param = layout.catalog.param(it->ordinal);
+    const int64_t element_bytes = schedule::DTypeSize(param.dtype);
+    const int64_t begin =
+        std::max(int64_t{0}, offset - it->offset) / element_bytes;
+    const int64_t end =
+        std::min(it->box.Volume(), (limit - it->offset) / element_bytes);
+    if (begin < end) {
+      add(*it, param, begin, end, it->offset + begin * element_bytes - offset);
+    }
+  }
+}
+
 }  // namespace
+
+void AddTensorDigests(const NodeLayout& layout,
+                      const transport::Landing& landing,
+                      TensorDigests* digests) {
+  const absl::Span<const schedule::Piece> pieces =
+      layout.plan.pieces(static_cast<uint32_t>(landing.bucket_id()));
+  for (uint32_t f = 0; f < landing.frame_count(); ++f) {
+    const absl::Span<const char> bytes = landing.frame(f);
+    const int64_t offset =
+        static_cast<int64_t>(f) * transport::Landing::kFrameBytes;
+    const int64_t size = static_cast<int64_t>(bytes.size());
+    bool one = true;
+    int64_t ordinal = -1;
+    ForPieces(layout, pieces, offset, size,
+              [&](const schedule::Piece& piece, const schedule::Param&, int64_t,
+                  int64_t, int64_t) {
+                one = one && (ordinal < 0 ||
+                              ordinal == static_cast<int64_t>(piece.ordinal));
+                ordinal = piece.ordinal;
+              });
+    if (ordinal < 0) continue;
+    if (one) {
+      (*digests)[static_cast<uint32_t>(ordinal)] += landing.frame_digest(f);
+      continue;
+    }
+    ForPieces(layout, pieces, offset, size,
+              [&](const schedule::Piece& piece, const schedule::Param& param,
+                  int64_t begin, int64_t end, int64_t at) {
+                AddPiece(piece, param, begin, end, bytes.data() + at,
+                         &(*digests)[piece.ordinal]);
+              });
+  }
+}
 
 BucketDigestMap::BucketDigestMap(std::shared_ptr<const NodeLayout> layout,
                                  int32_t bucket)
@@ -64,25 +123,11 @@ BucketDigestMap::BucketDigestMap(std::shared_ptr<const NodeLayout> layout,
 transport::Digest BucketDigestMap::Of(int64_t offset,
                                       absl::Span<const char> bytes) const {
   transport::Digest digest;
-  const int64_t limit = offset + static_cast<int64_t>(bytes.size());
-  // The last piece that begins at or before `offset`, or the first one.
-  auto it = std::upper_bound(pieces_.begin(), pieces_.end(), offset,
-                             [](int64_t value, const schedule::Piece& piece) {
-                               return value < piece.offset;
-                             });
-  if (it != pieces_.begin()) --it;
-  for (; it != pieces_.end() && it->offset < limit; ++it) {
-    const schedule::Param& param = layout_->catalog.param(it->ordinal);
-    const int64_t element_bytes = schedule::DTypeSize(param.dtype);
-    const int64_t volume = it->box.Volume();
-    const int64_t begin =
-        std::max(int64_t{0}, offset - it->offset) / element_bytes;
-    const int64_t end = std::min(volume, (limit - it->offset) / element_bytes);
-    if (begin >= end) continue;
-    AddPiece(*it, param, begin, end,
-             bytes.data() + (it->offset + begin * element_bytes - offset),
-             &digest);
-  }
+  ForPieces(*layout_, pieces_, offset, static_cast<int64_t>(bytes.size()),
+            [&](const schedule::Piece& piece, const schedule::Param& param,
+                int64_t begin, int64_t end, int64_t at) {
+              AddPiece(piece, param, begin, end, bytes.data() + at, &digest);
+            });
   return digest;
 }
 

@@ -4,15 +4,26 @@
 #define WEIGHTSYNC_DAEMON_NODE_BUCKET_DIGEST_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 
 #include "absl/types/span.h"
 #include "daemon/node/layouts.h"
 #include "transport/digest.h"
 #include "transport/digest_map.h"
+#include "transport/landing.h"
 
 namespace weightsync {
 namespace daemon {
+
+// By the catalog's ordinal.
+using TensorDigests = std::map<uint32_t, transport::Digest>;
+
+// Adds the digests of a bucket that lies complete in `landing`, parameter by
+// parameter. Only frames in which two parameters meet are read again.
+void AddTensorDigests(const NodeLayout& layout,
+                      const transport::Landing& landing,
+                      TensorDigests* digests);
 
 // Finds the runs of a stretch in the boxes of the pieces when it is asked. A
 // list of them could take more memory than the daemon may: a tensor that is cut

@@ -20,6 +20,10 @@ using transport::MakeError;
 // Ended updates that late ranks are still told about.
 constexpr size_t kRememberedUpdates = 64;
 
+std::string FetchKey(const std::string& update_id, const v1::Epoch& epoch) {
+  return absl::StrCat(update_id, "#", epoch.term(), ".", epoch.counter());
+}
+
 // What a rank is told whose update was given up: ABORTED, whatever the update
 // failed of, with the update's own reason.
 absl::Status AsAborted(const absl::Status& why) {
@@ -39,6 +43,11 @@ Mover::Mover(Options options, LayoutBook* layouts, Store* store,
 
 Mover::~Mover() { Shutdown(); }
 
+void Mover::SetSink(StreamSink* sink) {
+  absl::MutexLock lock(&mutex_);
+  sink_ = sink;
+}
+
 void Mover::SetClusterId(const std::string& cluster_id) {
   absl::MutexLock lock(&mutex_);
   cluster_id_ = cluster_id;
@@ -52,17 +61,36 @@ std::shared_ptr<NodeUpdate> Mover::Find(const std::string& update_id) {
   return it == runs_.end() ? nullptr : it->second;
 }
 
-std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
-                                              int64_t version,
-                                              const std::string& layout_id,
-                                              absl::Status* status) {
+std::vector<std::shared_ptr<NodeUpdate>> Mover::RunsOf(
+    const std::string& update_id) {
+  absl::MutexLock lock(&mutex_);
+  std::vector<std::shared_ptr<NodeUpdate>> runs;
+  for (const auto& run : runs_) {
+    if (run.second->update_id() == update_id) runs.push_back(run.second);
+  }
+  return runs;
+}
+
+std::string Mover::KeyOf(const v1::PrepareUpdate& command) const {
+  bool receives = !command.fetch();
+  for (const v1::Flow& flow : command.flows()) {
+    receives = receives || flow.members_size() == 0 ||
+               flow.members(0).node() != options_.node;
+  }
+  return receives ? command.update_id()
+                  : FetchKey(command.update_id(), command.epoch());
+}
+
+std::shared_ptr<NodeUpdate> Mover::FindOrMake(
+    const std::string& key, const std::string& update_id, int64_t version,
+    const std::string& layout_id, bool again, absl::Status* status) {
   absl::MutexLock lock(&mutex_);
   if (shut_down_) {
     *status = MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
                         "the daemon is shutting down");
     return nullptr;
   }
-  auto it = runs_.find(update_id);
+  auto it = runs_.find(key);
   if (it != runs_.end() && !it->second->finished()) {
     if (it->second->layout()->id == layout_id) return it->second;
     *status = MakeError(
@@ -72,7 +100,7 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
     return nullptr;
   }
   for (const auto& ended : ended_) {
-    if (ended.first != update_id) continue;
+    if (again || ended.first != update_id) continue;
     *status = ended.second;
     return nullptr;
   }
@@ -92,8 +120,9 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(const std::string& update_id,
   context.store = store_;
   context.memory = memory_;
   context.groups = groups_;
-  std::shared_ptr<NodeUpdate>& run = runs_[update_id];
-  // A dry run that nobody ended has finished by itself.
+  context.sink = sink_;
+  std::shared_ptr<NodeUpdate>& run = runs_[key];
+  // A dry run or a fetch that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));
   run = std::make_shared<NodeUpdate>(std::move(context), update_id, version,
                                      *std::move(layout));
@@ -109,8 +138,10 @@ void Mover::EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
                    const absl::Status& why) {
   {
     absl::MutexLock lock(&mutex_);
-    auto it = runs_.find(run->update_id());
-    if (it == runs_.end() || it->second != run) return;
+    auto it =
+        std::find_if(runs_.begin(), runs_.end(),
+                     [&run](const auto& entry) { return entry.second == run; });
+    if (it == runs_.end()) return;
     runs_.erase(it);
     Remember(run->update_id(), why);
     ending_.push_back(run);
@@ -126,6 +157,15 @@ void Mover::Reap() {
       [](const std::shared_ptr<NodeUpdate>& run) { return !run->finished(); });
   std::move(first_done, ending_.end(), std::back_inserter(done));
   ending_.erase(first_done, ending_.end());
+  // What ends by itself: fetches and dry runs.
+  for (auto it = runs_.begin(); it != runs_.end();) {
+    if (it->second->finished()) {
+      done.push_back(it->second);
+      runs_.erase(it++);
+    } else {
+      ++it;
+    }
+  }
 }
 
 // ---- Commands ----
@@ -163,8 +203,8 @@ void Mover::PrepareUpdate(const v1::PrepareUpdate& command) {
     ReportPrepareFailure(command, status);
     return;
   }
-  auto run = FindOrMake(command.update_id(), command.version(),
-                        command.layout_id(), &status);
+  auto run = FindOrMake(KeyOf(command), command.update_id(), command.version(),
+                        command.layout_id(), command.fetch(), &status);
   if (run == nullptr) {
     ReportPrepareFailure(command, status);
     return;
@@ -173,7 +213,8 @@ void Mover::PrepareUpdate(const v1::PrepareUpdate& command) {
 }
 
 void Mover::MoveUpdate(const v1::MoveUpdate& command) {
-  auto run = Find(command.update_id());
+  auto run = Find(FetchKey(command.update_id(), command.epoch()));
+  if (run == nullptr) run = Find(command.update_id());
   if (run == nullptr) {
     LOG(WARNING) << "MoveUpdate of " << command.update_id()
                  << ", which does not run here, is ignored";
@@ -183,8 +224,7 @@ void Mover::MoveUpdate(const v1::MoveUpdate& command) {
 }
 
 void Mover::UpdateManifest(const v1::UpdateManifest& command) {
-  auto run = Find(command.update_id());
-  if (run != nullptr) run->Manifest(command);
+  for (const auto& run : RunsOf(command.update_id())) run->Manifest(command);
 }
 
 void Mover::EndUpdate(const v1::EndUpdate& command) {
@@ -194,6 +234,13 @@ void Mover::EndUpdate(const v1::EndUpdate& command) {
     why = MakeError(absl::StatusCode::kAborted, "UPDATE_ENDED",
                     absl::StrCat("update ", command.update_id(), " of ",
                                  command.model(), " has ended"));
+  }
+  if (!command.committed()) {
+    for (auto& run : RunsOf(command.update_id())) {
+      if (run != Find(command.update_id())) {
+        EndRun(std::move(run), /*committed=*/false, why);
+      }
+    }
   }
   auto run = Find(command.update_id());
   if (run != nullptr) {
@@ -215,30 +262,76 @@ void Mover::EndUpdate(const v1::EndUpdate& command) {
   }
 }
 
+void Mover::PinUpdate(const v1::PinUpdate& command) {
+  if (!command.pin()) {
+    StorePin pin;
+    absl::MutexLock lock(&mutex_);
+    auto it = pins_.find(command.update_id());
+    if (it == pins_.end()) return;
+    pin = std::move(it->second);
+    pins_.erase(it);
+    return;
+  }
+  {
+    absl::MutexLock lock(&mutex_);
+    if (shut_down_ || pins_.contains(command.update_id())) return;
+  }
+  auto pin = store_->Pin(command.update_id());
+  if (!pin.ok()) {
+    // The coordinator is told so when somebody asks for the bytes.
+    LOG(WARNING) << "Update " << command.update_id() << " of "
+                 << command.model() << " cannot be kept: " << pin.status();
+    return;
+  }
+  absl::MutexLock lock(&mutex_);
+  pins_[command.update_id()] = *std::move(pin);
+}
+
+void Mover::DropUpdate(const v1::DropUpdate& command) {
+  v1::PinUpdate unpin;
+  unpin.set_update_id(command.update_id());
+  PinUpdate(unpin);
+  store_->Drop(command.update_id(), /*committed_too=*/true);
+}
+
+void Mover::ReleaseSources(const v1::ReleaseSources& command) {
+  auto run = Find(command.update_id());
+  if (run != nullptr) run->Release();
+}
+
 absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
   absl::Status status;
-  auto run =
-      FindOrMake(source.update_id, source.version, source.layout_id, &status);
-  absl::StatusOr<SnapshotResult> result = [&] {
-    using Result = absl::StatusOr<SnapshotResult>;
-    if (run == nullptr) {
-      absl::MutexLock lock(&mutex_);
-      for (const auto& ended : ended_) {
-        if (ended.first == source.update_id) return Result(AsAborted(status));
-      }
-      return Result(status);
-    }
-    auto shards = ResolveShards(*run->layout(), source.regions, source.shards);
-    if (!shards.ok()) return Result(shards.status());
-    Result taken = run->Snapshot(source.rank, *shards, source.cancel.get());
-    if (taken.ok()) return taken;
+  auto run = FindOrMake(source.update_id, source.update_id, source.version,
+                        source.layout_id, /*again=*/false, &status);
+  auto as_ended = [this, &source](const absl::Status& otherwise) {
     absl::MutexLock lock(&mutex_);
     for (const auto& ended : ended_) {
-      if (ended.first == source.update_id) {
-        return Result(AsAborted(ended.second));
-      }
+      if (ended.first == source.update_id) return AsAborted(ended.second);
     }
-    return taken;
+    return otherwise;
+  };
+  absl::StatusOr<SnapshotResult> result = [&] {
+    using Result = absl::StatusOr<SnapshotResult>;
+    if (run == nullptr) return Result(as_ended(status));
+    auto shards = ResolveShards(*run->layout(), source.regions, source.shards);
+    if (!shards.ok()) return Result(shards.status());
+    Result taken = absl::UnknownError("not taken");
+    if (source.in_place) {
+      auto in_place = std::make_shared<InPlaceSource>();
+      in_place->rank = source.rank;
+      in_place->regions = source.regions;
+      in_place->shards = *std::move(shards);
+      in_place->keep_alive = source.keep_alive;
+      in_place->cancel = source.cancel;
+      taken = run->ReadInPlace(std::move(in_place), source.verify_source);
+    } else {
+      taken = run->Snapshot(source.rank, *shards, source.verify_source,
+                            source.cancel.get());
+    }
+    if (taken.ok() || ErrorReason(taken.status()) == "SOURCE_CHANGED") {
+      return taken;
+    }
+    return Result(as_ended(taken.status()));
   }();
 
   v1::NodeReport report;
@@ -250,6 +343,11 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
     for (const v1::BucketDigest& bucket : result->buckets) {
       *snapshotted->add_buckets() = bucket;
     }
+    for (const auto& tensor : result->tensors) {
+      v1::TensorDigest* digest = snapshotted->add_tensors();
+      digest->set_ordinal(static_cast<int32_t>(tensor.first));
+      ToProto(tensor.second, digest->mutable_digest());
+    }
     snapshotted->set_copied_bytes(result->copied_bytes);
     const int64_t nanos = absl::ToInt64Nanoseconds(result->copy_duration);
     snapshotted->mutable_copy_duration()->set_seconds(nanos / 1000000000);
@@ -259,6 +357,10 @@ absl::StatusOr<SnapshotResult> Mover::SnapshotRank(const RankSource& source) {
     *snapshotted->mutable_failure() = ToFailure(result.status());
   }
   options_.report(std::move(report));
+  if (result.ok() && source.in_place) {
+    absl::Status released = run->WaitReleased(source.cancel.get());
+    if (!released.ok()) return as_ended(released);
+  }
   return result;
 }
 
@@ -288,6 +390,7 @@ void Mover::Shutdown() {
   {
     absl::MutexLock lock(&mutex_);
     runs.swap(ending_);
+    pins_.clear();
   }
   // Their destructors wait for the drivers.
   runs.clear();

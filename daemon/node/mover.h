@@ -14,6 +14,13 @@
 //                     reports the failure of an edge even after it has
 //                     verified: somebody behind it may lack bytes.
 //   EndUpdate      -> groups are left; the store keeps or drops the bytes
+//   PinUpdate      -> the store keeps what it has of an update, or need not
+//   DropUpdate     -> the store gives it up
+//   ReleaseSources -> ranks that publish IN_PLACE may change their tensors
+// PrepareUpdate.fetch is for an update that is committed: who holds it sends it
+// from the store, who receives it keeps it as if it had been there from the
+// start. It ends by itself when the bytes are there; EndUpdate ends it early.
+//
 // A rank's tensors come in through SnapshotRank, which may be called before,
 // while or after the update is prepared (it is reported as RankSnapshotted).
 //
@@ -41,6 +48,7 @@
 #include "daemon/node/layouts.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
+#include "daemon/node/stream_sink.h"
 #include "transport/group.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
@@ -63,6 +71,11 @@ struct RankSource {
   std::shared_ptr<const void> keep_alive;
   // Cancelled when the rank is lost. Never null.
   std::shared_ptr<CancelFlag> cancel;
+  // PUBLISH_MODE_IN_PLACE: nothing is copied ahead, and the tensors stand still
+  // until SnapshotRank returns.
+  bool in_place = false;
+  // Read everything twice and compare.
+  bool verify_source = false;
 };
 
 // Thread-safe. A thread for each update that runs, and one for each group.
@@ -91,6 +104,10 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
+  // The workers of this node, for STREAM; outlives the mover's last command.
+  // Before the first one.
+  void SetSink(StreamSink* sink);
+
   // Before the first PrepareUpdate: from Welcome.
   void SetClusterId(const std::string& cluster_id);
 
@@ -98,6 +115,9 @@ class Mover {
   void MoveUpdate(const v1::MoveUpdate& command);
   void UpdateManifest(const v1::UpdateManifest& command);
   void EndUpdate(const v1::EndUpdate& command);
+  void PinUpdate(const v1::PinUpdate& command);
+  void DropUpdate(const v1::DropUpdate& command);
+  void ReleaseSources(const v1::ReleaseSources& command);
 
   // Reserves the rank's buckets and copies the tensors into them, on the
   // caller's thread and those of the memory. Returns when the rank may change
@@ -105,7 +125,9 @@ class Mover {
   // is also returned):
   //   those of ResolveShards, TakeSnapshot and Store::Reserve; NOT_FOUND
   //   (LAYOUT_UNKNOWN); ABORTED with the update's own reason when it was ended
-  //   meanwhile.
+  //   meanwhile; ABORTED (SOURCE_CHANGED).
+  // IN_PLACE: reports RankSnapshotted when all of the rank's bytes have been
+  // read once, and returns after ReleaseSources or the end.
   absl::StatusOr<SnapshotResult> SnapshotRank(const RankSource& source);
 
   // The coordinator is lost: every update that is not whole here is given up,
@@ -121,11 +143,19 @@ class Mover {
  private:
   // The run of an update, made when there is none. Null, with *status, when the
   // update has ended, the layout is unknown or the mover is shut down.
-  std::shared_ptr<NodeUpdate> FindOrMake(const std::string& update_id,
+  // `key`: the update_id, but for fetches from here. `again`: of an update
+  // that has ended before.
+  std::shared_ptr<NodeUpdate> FindOrMake(const std::string& key,
+                                         const std::string& update_id,
                                          int64_t version,
                                          const std::string& layout_id,
-                                         absl::Status* status);
+                                         bool again, absl::Status* status);
+  // By what a run is found. Several nodes may fetch one update from here at the
+  // same time, each in an epoch of its own.
+  std::string KeyOf(const v1::PrepareUpdate& command) const;
   std::shared_ptr<NodeUpdate> Find(const std::string& update_id);
+  // All of an update.
+  std::vector<std::shared_ptr<NodeUpdate>> RunsOf(const std::string& update_id);
   // Takes the run out and has it end.
   void EndRun(std::shared_ptr<NodeUpdate> run, bool committed,
               const absl::Status& why);
@@ -147,6 +177,7 @@ class Mover {
   absl::Mutex mutex_;
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
   std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
+  StreamSink* sink_ ABSL_GUARDED_BY(mutex_) = nullptr;
   absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
       ABSL_GUARDED_BY(mutex_);
   // Told to end, and not done yet.
@@ -157,6 +188,8 @@ class Mover {
   // By model.
   absl::flat_hash_map<std::string, transport::Epoch> newest_epochs_
       ABSL_GUARDED_BY(mutex_);
+  // The coordinator's, by update_id.
+  absl::flat_hash_map<std::string, StorePin> pins_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace daemon

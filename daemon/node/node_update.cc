@@ -24,18 +24,13 @@ using transport::MakeError;
 // neighbour's word that it is.
 constexpr absl::Duration kLeaveTogether = absl::Seconds(2);
 
-absl::Duration FromProtoOr(bool present, const google::protobuf::Duration& d,
-                           absl::Duration otherwise) {
+}  // namespace
+
+absl::Duration DurationOr(bool present, const google::protobuf::Duration& d,
+                          absl::Duration otherwise) {
   if (!present) return otherwise;
   return absl::Seconds(d.seconds()) + absl::Nanoseconds(d.nanos());
 }
-
-absl::Status InvalidFlow(absl::string_view sentence) {
-  return MakeError(absl::StatusCode::kInvalidArgument, "FLOW_INVALID",
-                   sentence);
-}
-
-}  // namespace
 
 transport::Epoch FromProto(const v1::Epoch& epoch) {
   transport::Epoch result;
@@ -43,36 +38,6 @@ transport::Epoch FromProto(const v1::Epoch& epoch) {
   result.counter = static_cast<uint64_t>(epoch.counter());
   return result;
 }
-
-// Called under the landing's lock: wakes the driver, under whose lock nobody
-// calls a landing.
-class NodeUpdate::FrameCount final : public Landing::Watcher {
- public:
-  FrameCount(NodeUpdate* run, std::shared_ptr<Landing> landing)
-      : run_(run),
-        landing_(std::move(landing)),
-        frames_(landing_->frame_count()) {}
-
-  void OnFramesReady(absl::Span<const uint32_t> frames) override {
-    const int64_t count = static_cast<int64_t>(frames.size());
-    if (ready_.fetch_add(count) + count == frames_) run_->Wake();
-  }
-  void OnFailed(const absl::Status&) override { run_->Wake(); }
-
-  void Start() { landing_->AddWatcher(this); }
-  void Stop() { landing_->RemoveWatcher(this); }
-  bool complete() const { return ready_.load() == frames_; }
-  int64_t size() const { return landing_->size(); }
-  int64_t ready_bytes() const {
-    return std::min(ready_.load() * Landing::kFrameBytes, landing_->size());
-  }
-
- private:
-  NodeUpdate* const run_;
-  const std::shared_ptr<Landing> landing_;
-  const int64_t frames_;
-  std::atomic<int64_t> ready_{0};
-};
 
 NodeUpdate::NodeUpdate(Context context, std::string update_id, int64_t version,
                        std::shared_ptr<const NodeLayout> layout)
@@ -168,7 +133,7 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
 }
 
 absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
-    int32_t rank, const std::vector<SourceShard>& shards,
+    int32_t rank, const std::vector<SourceShard>& shards, bool verify_source,
     const CancelFlag* cancel) {
   {
     absl::MutexLock lock(&mutex_);
@@ -176,12 +141,22 @@ absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
     ++snapshots_;
   }
   absl::StatusOr<SnapshotResult> result = [&] {
-    auto landings = Landings(layout_->RankBuckets(rank));
-    if (!landings.ok()) {
-      return absl::StatusOr<SnapshotResult>(landings.status());
+    using Result = absl::StatusOr<SnapshotResult>;
+    const std::vector<int32_t> buckets = layout_->RankBuckets(rank);
+    auto landings = Landings(buckets);
+    if (!landings.ok()) return Result(landings.status());
+    Result taken = TakeSnapshot(*layout_, rank, shards, *landings,
+                                context_.memory, {cancel, &cancel_});
+    for (size_t i = 0; taken.ok() && verify_source && i < buckets.size(); ++i) {
+      TensorDigests unused;
+      auto again = DigestSourceBucket(*layout_, rank, shards, buckets[i],
+                                      context_.memory, &unused);
+      if (!again.ok()) return Result(again.status());
+      const transport::Digest before = (*landings)[i]->bucket_digest();
+      if (*again == before) continue;
+      return Result(SourceChanged(*layout_, rank, buckets[i], before, *again));
     }
-    return TakeSnapshot(*layout_, rank, shards, *landings, context_.memory,
-                        {cancel, &cancel_});
+    return taken;
   }();
   absl::MutexLock lock(&mutex_);
   --snapshots_;
@@ -217,8 +192,10 @@ void NodeUpdate::Drive() {
       } else {
         absl::MutexLock lock(&mutex_);
         round_->progress_timeout =
-            FromProtoOr(move->has_progress_timeout(), move->progress_timeout(),
-                        context_.progress_timeout);
+            DurationOr(move->has_progress_timeout(), move->progress_timeout(),
+                       context_.progress_timeout);
+        round_->stream_workers.assign(move->stream_workers().begin(),
+                                      move->stream_workers().end());
         round_->move = true;
       }
     }
@@ -226,6 +203,17 @@ void NodeUpdate::Drive() {
     LookAtFlows();
     LookAtEdges();
     LookAtBytes();
+    if (fetch_) {
+      // Nobody needs to end what was committed long ago.
+      absl::MutexLock lock(&mutex_);
+      if (round_->move && AllMoved() && (round_->verified || !receives_)) {
+        ended_ = true;
+        committed_ = true;
+        why_ = MakeError(absl::StatusCode::kAborted, "UPDATE_ENDED",
+                         "the fetch has ended");
+        break;
+      }
+    }
     if (dry_ && round_->answered &&
         absl::Now() > round_->prepared_time + context_.prepare_timeout) {
       // Nobody ended it.
@@ -268,6 +256,7 @@ void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
   round_ = std::make_unique<Round>();
   round_->command = command;
   dry_ = command.dry();
+  fetch_ = command.fetch();
   absl::Status status = FillRound(round_.get());
   if (!status.ok()) {
     CloseRound(status);
@@ -277,125 +266,21 @@ void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
     AnswerPrepare(round_.get(), status);
     return;
   }
+  {
+    absl::MutexLock lock(&mutex_);
+    knows_lanes_ = true;
+    stream_mode_ = round_->stream;
+    lane_buckets_.clear();
+    for (const auto& flow : round_->flows) {
+      if (!flow->lane || flow->self > 0) continue;
+      lane_buckets_.insert(flow->buckets.begin(), flow->buckets.end());
+    }
+  }
   for (auto& flow : round_->flows) {
     FlowRun* f = flow.get();
     Round* round = round_.get();
     f->thread = std::thread([this, round, f] { RunFlow(round, f); });
   }
-}
-
-absl::Status NodeUpdate::FillRound(Round* round) {
-  const v1::PrepareUpdate& command = round->command;
-  // What lies in the store when this epoch is through.
-  std::set<int32_t> buckets;
-  for (int32_t bucket : layout_->LocalSourceBuckets()) buckets.insert(bucket);
-  for (const v1::Flow& flow : command.flows()) {
-    int self = -1;
-    for (int i = 0; i < flow.members_size(); ++i) {
-      if (flow.members(i).node() == context_.node) self = i;
-    }
-    if (self < 0 || flow.members_size() < 2) {
-      return InvalidFlow(absl::StrCat(
-          "flow ", flow.flow_id(), " of ", flow.members_size(),
-          " nodes was told to node ", context_.node, ", which is not in it"));
-    }
-    for (int32_t bucket : flow.buckets()) {
-      if (bucket < 0 || bucket >= layout_->bucket_count()) {
-        return InvalidFlow(absl::StrCat("flow ", flow.flow_id(),
-                                        " moves bucket ", bucket, " of ",
-                                        layout_->bucket_count()));
-      }
-      buckets.insert(bucket);
-      if (self > 0) received_.insert(bucket);
-    }
-    auto run = std::make_unique<FlowRun>();
-    run->flow = flow;
-    run->self = self;
-    round->flows.push_back(std::move(run));
-  }
-  if (command.dry()) {
-    absl::Status room =
-        context_.store->ReserveFor(model(), layout_->LocalBytes());
-    if (!room.ok()) return room;
-  } else {
-    {
-      // A bucket that came in an earlier epoch needs no flow any more.
-      absl::MutexLock lock(&mutex_);
-      for (const auto& count : counts_) {
-        if (count.second->complete()) buckets.insert(count.first);
-      }
-    }
-    for (int32_t bucket : layout_->needed_buckets) {
-      if (buckets.count(bucket) == 0) {
-        return InvalidFlow(absl::StrCat("no flow brings bucket ", bucket,
-                                        " to node ", context_.node,
-                                        ", whose workers need it"));
-      }
-    }
-    auto landings =
-        Landings(std::vector<int32_t>(buckets.begin(), buckets.end()));
-    if (!landings.ok()) return landings.status();
-  }
-
-  for (auto& run : round->flows) {
-    if (!command.dry()) {
-      absl::MutexLock lock(&mutex_);
-      for (int32_t bucket : run->flow.buckets()) {
-        run->landings.push_back(landings_.at(bucket));
-      }
-    }
-    transport::GroupSpec spec;
-    spec.cluster_id = context_.cluster_id;
-    spec.group_id = absl::StrCat(update_id_, "/", run->flow.flow_id());
-    spec.epoch = FromProto(command.epoch());
-    spec.secret = command.group_secret();
-    spec.self = run->self;
-    for (const v1::FlowMember& member : run->flow.members()) {
-      transport::GroupMember m;
-      m.node = member.node();
-      m.address = member.data_address();
-      spec.members.push_back(std::move(m));
-    }
-    transport::GroupOptions options;
-    options.peer_deadline = context_.peer_deadline;
-    options.on_edge_failed = [this](const absl::Status& status) {
-      absl::MutexLock lock(&mutex_);
-      edge_failures_.push_back(status);
-      woken_ = true;
-    };
-    auto group = context_.groups->NewGroup(std::move(spec), std::move(options));
-    if (!group.ok()) return group.status();
-    run->group = *std::move(group);
-  }
-  return absl::OkStatus();
-}
-
-void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
-  const absl::Duration timeout =
-      FromProtoOr(round->command.has_timeout(), round->command.timeout(),
-                  context_.prepare_timeout);
-  absl::Status status = flow->group->Join(timeout);
-  absl::Duration patience;
-  {
-    absl::MutexLock lock(&mutex_);
-    flow->joined = status.ok();
-    flow->done = !status.ok();
-    flow->status = status;
-    woken_ = true;
-    if (!status.ok()) return;
-    auto called = [this, round]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      return round->move || round->closed;
-    };
-    mutex_.Await(absl::Condition(&called));
-    if (round->closed) return;
-    patience = round->progress_timeout;
-  }
-  status = flow->group->Move(flow->landings);
-  if (status.ok()) status = flow->group->Wait(patience);
-  absl::MutexLock lock(&mutex_);
-  flow->done = true;
-  flow->status = status;
-  woken_ = true;
 }
 
 void NodeUpdate::CloseRound(const absl::Status& why) {
@@ -456,7 +341,9 @@ void NodeUpdate::LookAtFlows() {
     } else if (round_->prepared) {
       ReportFailure(failure.second);
     }
-    failure.first->group->Abort(failure.second);
+    if (failure.first->group != nullptr) {
+      failure.first->group->Abort(failure.second);
+    }
   }
   if (all_joined) AnswerPrepare(round_.get(), absl::OkStatus());
 }
@@ -472,6 +359,13 @@ void NodeUpdate::LookAtEdges() {
   for (const absl::Status& failure : failures) ReportFailure(failure);
 }
 
+bool NodeUpdate::AllMoved() {
+  for (const auto& flow : round_->flows) {
+    if (!flow->done || !flow->status.ok()) return false;
+  }
+  return true;
+}
+
 void NodeUpdate::LookAtBytes() {
   if (!round_->prepared || dry_) return;
   bool complete = true;
@@ -482,6 +376,17 @@ void NodeUpdate::LookAtBytes() {
     for (const auto& count : counts_) {
       complete = complete && count.second->complete();
     }
+    // Buckets that pass through are here when they have passed.
+    for (const auto& flow : round_->flows) {
+      if (flow->lane) complete = complete && flow->done && flow->status.ok();
+    }
+    if (round_->in_place) {
+      for (const auto& source : sources_) {
+        for (int32_t bucket : layout_->RankBuckets(source.first)) {
+          complete = complete && source_digests_.count(bucket) > 0;
+        }
+      }
+    }
     has_manifest = has_manifest_;
     moving = round_->move;
   }
@@ -489,50 +394,58 @@ void NodeUpdate::LookAtBytes() {
     ReportProgress(false);
   }
   if (!complete || !has_manifest || round_->verified) return;
+  // A STREAM that has nothing to receive still waits for its workers.
+  if (round_->stream && !moving) return;
 
-  std::vector<std::pair<std::shared_ptr<Landing>, transport::Digest>> compare;
-  absl::Status status;
+  std::map<int32_t, transport::Digest> here;
+  std::map<int32_t, transport::Digest> manifest;
+  std::vector<std::shared_ptr<Landing>> landings;
   {
     absl::MutexLock lock(&mutex_);
-    for (const auto& landing : landings_) {
-      auto said = manifest_.find(landing.first);
-      if (said == manifest_.end()) {
-        status = MakeError(absl::StatusCode::kDataLoss, "MANIFEST_MISMATCH",
-                           absl::StrCat("the manifest of update ", update_id_,
-                                        " has no bucket ", landing.first));
-      } else {
-        compare.emplace_back(landing.second, said->second);
-      }
-    }
+    here = source_digests_;
+    here.insert(passed_.begin(), passed_.end());
+    for (const auto& landing : landings_) landings.push_back(landing.second);
+    manifest = manifest_;
   }
-  for (const auto& pair : compare) {
-    const transport::Digest here = pair.first->bucket_digest();
-    if (here == pair.second) continue;
-    status = MakeError(
-        absl::StatusCode::kDataLoss, "MANIFEST_MISMATCH",
-        absl::StrCat("bucket ", pair.first->bucket_id(), " of update ",
-                     update_id_, " has digest ", here.ToString(), " on node ",
-                     context_.node, " and ", pair.second.ToString(),
-                     " in the manifest"));
+  for (const auto& landing : landings) {
+    here[static_cast<int32_t>(landing->bucket_id())] = landing->bucket_digest();
+  }
+  absl::Status status;
+  for (const auto& bucket : here) {
+    auto said = manifest.find(bucket.first);
+    if (said == manifest.end()) {
+      status = MakeError(absl::StatusCode::kDataLoss, "MANIFEST_MISMATCH",
+                         absl::StrCat("the manifest of update ", update_id_,
+                                      " has no bucket ", bucket.first));
+    } else if (!(bucket.second == said->second)) {
+      status = MakeError(
+          absl::StatusCode::kDataLoss, "MANIFEST_MISMATCH",
+          absl::StrCat("bucket ", bucket.first, " of update ", update_id_,
+                       " has digest ", bucket.second.ToString(), " on node ",
+                       context_.node, " and ", said->second.ToString(),
+                       " in the manifest"));
+    }
   }
   if (!status.ok()) {
     ReportFailure(status);
     return;
   }
-  absl::Status marked = context_.store->MarkWhole(update_id_);
-  if (!marked.ok()) {
+  absl::Status marked = context_.store->MarkWhole(update_id_, manifest);
+  // A STREAM may have nothing in the store.
+  if (!marked.ok() && !(absl::IsNotFound(marked) && landings.empty())) {
     ReportFailure(marked);
     return;
   }
   round_->verified = true;
   whole_.store(true, std::memory_order_release);
+  if (round_->fetch && !receives_) return;
   ReportProgress(true);
   v1::NodeReport report;
   v1::UpdateVerified* verified = report.mutable_update_verified();
   verified->set_model(model());
   verified->set_update_id(update_id_);
   *verified->mutable_epoch() = round_->command.epoch();
-  verified->set_received_bytes(progress_sent_);
+  verified->set_received_bytes(std::max(int64_t{0}, progress_sent_));
   verified->set_repaired_frames(RepairedFrames());
   context_.report(std::move(report));
 }
@@ -544,10 +457,19 @@ void NodeUpdate::ReportProgress(bool last) {
     absl::MutexLock lock(&mutex_);
     for (int32_t bucket : received_) {
       auto count = counts_.find(bucket);
-      if (count == counts_.end()) continue;
+      if (count == counts_.end()) {
+        needed += layout_->bucket_bytes(bucket);
+        if (passed_.count(bucket) > 0) {
+          received += layout_->bucket_bytes(bucket);
+        }
+        continue;
+      }
       received += count->second->ready_bytes();
       needed += count->second->size();
     }
+    // What did not have to travel.
+    received -= from_base_bytes_;
+    needed -= from_base_bytes_;
   }
   next_progress_ = absl::Now() + context_.report_interval;
   const bool news = received != progress_sent_;
@@ -627,6 +549,15 @@ void NodeUpdate::Finish() {
     };
     mutex_.AwaitWithTimeout(absl::Condition(&at_rest), kLeaveTogether);
   }
+  if (!committed && context_.sink != nullptr) {
+    bool streams = false;
+    {
+      absl::MutexLock lock(&mutex_);
+      streams = stream_ != nullptr;
+    }
+    // First: lanes wait for workers.
+    if (streams) context_.sink->Abort(update_id_);
+  }
   CloseRound(why);
 
   std::map<int32_t, std::unique_ptr<FrameCount>> counts;
@@ -646,11 +577,29 @@ void NodeUpdate::Finish() {
   {
     absl::MutexLock lock(&mutex_);
     landings_.clear();
+    sources_.clear();
+    if (stream_ != nullptr && committed) context_.sink->Close(update_id_);
+  }
+  if (fetch_) {
+    if (receives_ && whole()) {
+      absl::Status status = context_.store->Adopt(update_id_);
+      LOG_IF(ERROR, !status.ok() && !absl::IsNotFound(status))
+          << "Update " << update_id_ << " of " << model()
+          << " was fetched, but is not kept: " << status;
+    } else {
+      context_.store->DropIncoming(update_id_);
+    }
+    pins.clear();
+    finished_.store(true, std::memory_order_release);
+    return;
   }
   bool keep = committed;
   if (keep) {
     absl::Status status = context_.store->Commit(update_id_);
-    if (!status.ok()) {
+    if (absl::IsNotFound(status)) {
+      // A STREAM that left nothing here.
+      keep = false;
+    } else if (!status.ok()) {
       LOG(ERROR) << "Update " << update_id_ << " of " << model()
                  << " was committed, but is not kept here: " << status;
       keep = false;
@@ -658,6 +607,12 @@ void NodeUpdate::Finish() {
   }
   if (!keep) context_.store->Drop(update_id_);
   pins.clear();
+  if (keep) {
+    const int64_t freed = context_.store->ShareEqual(update_id_);
+    LOG_IF(INFO, freed > 0)
+        << "Update " << update_id_ << " of " << model() << " shares " << freed
+        << " bytes with the one before";
+  }
   finished_.store(true, std::memory_order_release);
 }
 

@@ -5,10 +5,24 @@
 // sends all reports but RankSnapshotted. It never waits inside a group: each
 // group has a thread that joins, moves and waits, so that a new epoch or the
 // end is taken up at once and aborts them.
+//
+// Whole buckets lie in the store where this node is to have a copy: what its
+// workers need (STAGE), and what its ranks have published (SNAPSHOT). Where it
+// has none, buckets pass through slots: a flow is split into lanes, each with a
+// group and at most one slot of its own, and a lane moves its buckets one by
+// one:
+//   source, IN_PLACE   packed from the rank's memory into the slot, sent
+//   receiver, STREAM   received into the slot and sent on, then passed to the
+//                      workers; the slot is used again when all have taken it
+// A lane waits while its slot is in use, here or after it: the chain is as slow
+// as its slowest worker, and no worker waits for another lane. Members agree on
+// the lanes (PrepareUpdate.stream_slots). After a failed edge everything is
+// passed again from the source; workers are not given what they have.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 #define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -17,6 +31,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -28,6 +43,7 @@
 #include "daemon/node/layouts.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
+#include "daemon/node/stream_sink.h"
 #include "transport/group.h"
 #include "transport/landing.h"
 #include "transport/memory.h"
@@ -37,6 +53,8 @@ namespace weightsync {
 namespace daemon {
 
 transport::Epoch FromProto(const v1::Epoch& epoch);
+absl::Duration DurationOr(bool present, const google::protobuf::Duration& d,
+                          absl::Duration otherwise);
 
 class NodeUpdate {
  public:
@@ -52,6 +70,8 @@ class NodeUpdate {
     Store* store = nullptr;
     transport::Memory* memory = nullptr;
     transport::GroupFactory* groups = nullptr;
+    // Null where no worker can take part in a STREAM.
+    StreamSink* sink = nullptr;
   };
 
   NodeUpdate(Context context, std::string update_id, int64_t version,
@@ -73,8 +93,16 @@ class NodeUpdate {
 
   // On the caller's thread; see Mover::SnapshotRank. Does not report.
   absl::StatusOr<SnapshotResult> Snapshot(
-      int32_t rank, const std::vector<SourceShard>& shards,
+      int32_t rank, const std::vector<SourceShard>& shards, bool verify_source,
       const CancelFlag* cancel);
+
+  // IN_PLACE: hands the rank's memory in, blocks until the digests of all of
+  // its buckets are known, and answers them.
+  absl::StatusOr<SnapshotResult> ReadInPlace(
+      std::shared_ptr<const InPlaceSource> source, bool verify_source);
+  // Blocks until the rank may change its memory: OK after Release or a commit.
+  absl::Status WaitReleased(const CancelFlag* cancel);
+  void Release();
 
   // Every byte is here and agrees with the manifest.
   bool whole() const { return whole_.load(std::memory_order_acquire); }
@@ -88,9 +116,16 @@ class NodeUpdate {
   struct FlowRun {
     v1::Flow flow;
     int self = 0;
-    // Constant once the thread runs.
+    // Of a lane; outlives the group that moves it.
+    std::unique_ptr<StoreSlot> slot;
+    // Constant once the thread runs. Null: buckets that this node's workers get
+    // from its own ranks.
     std::unique_ptr<transport::Group> group;
+    // Of a flow that moves as a whole.
     std::vector<std::shared_ptr<transport::Landing>> landings;
+    // Of a lane.
+    bool lane = false;
+    std::vector<int32_t> buckets;
     std::thread thread;
     // Guarded by the run's mutex_.
     bool joined = false;
@@ -104,10 +139,15 @@ class NodeUpdate {
   struct Round {
     v1::PrepareUpdate command;
     std::vector<std::unique_ptr<FlowRun>> flows;
+    // Constant after FillRound.
+    bool stream = false;
+    bool in_place = false;
+    bool fetch = false;
     // Guarded by the run's mutex_.
     bool closed = false;
     bool move = false;
     absl::Duration progress_timeout;
+    std::vector<v1::StreamWorker> stream_workers;
     // Of the driver.
     bool answered = false;
     bool prepared = false;
@@ -116,15 +156,57 @@ class NodeUpdate {
     std::set<std::string> blamed;
   };
 
+  // What the sink answers; outlives the run where a callback comes late.
+  struct StreamState {
+    absl::Mutex mutex;
+    bool begun ABSL_GUARDED_BY(mutex) = false;
+    absl::Status status ABSL_GUARDED_BY(mutex);
+    std::set<int32_t> direct ABSL_GUARDED_BY(mutex);
+    std::vector<std::pair<int32_t, TensorDigests>> reads ABSL_GUARDED_BY(mutex);
+    bool direct_done ABSL_GUARDED_BY(mutex) = false;
+  };
+
   void Drive();
   void StartRound(const v1::PrepareUpdate& command);
   absl::Status FillRound(Round* round);
+  absl::Status FillStore(Round* round);
+  absl::Status FillFlows(Round* round);
+  // Splits a flow into lanes, or makes one run of it.
+  absl::Status AddFlow(Round* round, const v1::Flow& flow, int self);
+  absl::Status MakeGroup(const v1::PrepareUpdate& command, FlowRun* run,
+                         const std::string& group_id);
+  // Where buckets pass through slots: see the top of the file.
+  bool PacksIntoSlot(const Round& round, int self, int32_t bucket) const;
+  bool PassesOn(const Round& round, int32_t bucket) const;
+  absl::Status MoveWhole(Round* round, FlowRun* flow, absl::Duration patience);
+  absl::Status MoveLane(Round* round, FlowRun* flow, absl::Duration patience);
+  absl::Status MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
+                          absl::Duration patience);
+  // Buckets that this node has in an older update need no bytes.
+  void FillFromBase(FlowRun* flow, absl::Duration patience);
+  absl::Status FillFromSource(int32_t bucket, transport::Landing* landing,
+                              absl::Duration patience);
+  // What was read of a rank's memory: the first word counts, another one is
+  // SOURCE_CHANGED.
+  // `tensors`: the same by parameter.
+  absl::Status NoteSource(int32_t bucket, const transport::Digest& digest,
+                          const TensorDigests& tensors);
+  // Tells the workers, once the memory that they may read directly is known.
+  // `alone`: buckets that only workers of this node get.
+  absl::Status BeginStream(Round* round, const std::vector<int32_t>& alone,
+                           absl::Duration patience);
+  // Until the workers know. The buckets that they read by themselves.
+  absl::StatusOr<std::set<int32_t>> AwaitStream(absl::Duration patience);
+  absl::Status TakeDirectReads(const std::vector<int32_t>& buckets,
+                               absl::Duration patience);
+  void PassToWorkers(int32_t bucket, const v1::SlotLocation& where);
   void RunFlow(Round* round, FlowRun* flow);
   void CloseRound(const absl::Status& why);
   // What has happened since the last look, as reports.
   void LookAtFlows();
   void LookAtEdges();
   void LookAtBytes();
+  bool AllMoved() ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void ReportProgress(bool last);
   void ReportFailure(const absl::Status& status);
   void AnswerPrepare(Round* round, const absl::Status& status);
@@ -163,17 +245,65 @@ class NodeUpdate {
   std::map<int32_t, std::unique_ptr<FrameCount>> counts_
       ABSL_GUARDED_BY(mutex_);
   std::vector<StorePin> pins_ ABSL_GUARDED_BY(mutex_);
+  // Buckets that have passed through here, with the digest of what did.
+  std::map<int32_t, transport::Digest> passed_ ABSL_GUARDED_BY(mutex_);
+  // What this node's workers have taken; lanes of every epoch look at it.
+  std::set<int32_t> taken_ ABSL_GUARDED_BY(mutex_);
+  int64_t from_base_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<int32_t, std::shared_ptr<const InPlaceSource>> sources_
+      ABSL_GUARDED_BY(mutex_);
+  std::map<int32_t, transport::Digest> source_digests_ ABSL_GUARDED_BY(mutex_);
+  std::map<int32_t, TensorDigests> source_tensors_ ABSL_GUARDED_BY(mutex_);
+  bool released_ ABSL_GUARDED_BY(mutex_) = false;
+  // Buckets that a lane of the newest epoch reads from ranks of this node.
+  bool knows_lanes_ ABSL_GUARDED_BY(mutex_) = false;
+  bool stream_mode_ ABSL_GUARDED_BY(mutex_) = false;
+  std::set<int32_t> lane_buckets_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<StreamState> stream_ ABSL_GUARDED_BY(mutex_);
 
   // Of the driver.
   std::unique_ptr<Round> round_;
   // Buckets that come, or came, from others.
   std::set<int32_t> received_;
+  bool receives_ = false;
   int64_t repaired_before_ = 0;
   int64_t progress_sent_ = -1;
   absl::Time next_progress_ = absl::InfinitePast();
   bool dry_ = false;
+  bool fetch_ = false;
 
   std::thread driver_;
+};
+
+// Called under the landing's lock: wakes the driver, under whose lock nobody
+// calls a landing.
+class NodeUpdate::FrameCount final : public transport::Landing::Watcher {
+ public:
+  FrameCount(NodeUpdate* run, std::shared_ptr<transport::Landing> landing)
+      : run_(run),
+        landing_(std::move(landing)),
+        frames_(landing_->frame_count()) {}
+
+  void OnFramesReady(absl::Span<const uint32_t> frames) override {
+    const int64_t count = static_cast<int64_t>(frames.size());
+    if (ready_.fetch_add(count) + count == frames_) run_->Wake();
+  }
+  void OnFailed(const absl::Status&) override { run_->Wake(); }
+
+  void Start() { landing_->AddWatcher(this); }
+  void Stop() { landing_->RemoveWatcher(this); }
+  bool complete() const { return ready_.load() == frames_; }
+  int64_t size() const { return landing_->size(); }
+  int64_t ready_bytes() const {
+    return std::min(ready_.load() * transport::Landing::kFrameBytes,
+                    landing_->size());
+  }
+
+ private:
+  NodeUpdate* const run_;
+  const std::shared_ptr<transport::Landing> landing_;
+  const int64_t frames_;
+  std::atomic<int64_t> ready_{0};
 };
 
 }  // namespace daemon

@@ -19,6 +19,14 @@ using transport::Landing;
 using transport::MakeError;
 using ShardsOf = absl::flat_hash_map<uint32_t, std::vector<const SourceShard*>>;
 
+ShardsOf ByOrdinal(const std::vector<SourceShard>& shards) {
+  ShardsOf shards_of;
+  for (const SourceShard& shard : shards) {
+    shards_of[shard.ordinal].push_back(&shard);
+  }
+  return shards_of;
+}
+
 // Checks one shard against its region; fills all of *out but the ordinal.
 absl::Status Resolve(const schedule::Param& param,
                      const std::vector<SourceRegion>& regions,
@@ -91,7 +99,8 @@ absl::Status NotHeld(const NodeLayout& layout, int32_t rank,
                    ", which layout ", layout.id, " expects of it"));
 }
 
-// A piece that no single shard holds, composed of several.
+// A piece, composed of the shards that have it; with no `bucket`, only to be
+// read.
 absl::Status ComposePiece(const NodeLayout& layout, int32_t rank,
                           const ShardsOf& shards_of,
                           const schedule::Piece& piece, char* bucket,
@@ -115,8 +124,10 @@ absl::Status ComposePiece(const NodeLayout& layout, int32_t rank,
     for (int d = 0; d < part.dims(); ++d) {
       at += (part.offset[d] - piece.box.offset[d]) * strides[d];
     }
-    tasks->push_back(PartCopy(layout, piece, part, *shard,
-                              bucket + piece.offset + at * element_bytes));
+    tasks->push_back(PartCopy(
+        layout, piece, part, *shard,
+        bucket == nullptr ? nullptr
+                          : bucket + piece.offset + at * element_bytes));
     *guard = *guard || shard->guard;
   }
   if (covered != piece.box.Volume()) return NotHeld(layout, rank, piece);
@@ -238,16 +249,74 @@ absl::Status CancelFlag::status() const {
   return why_;
 }
 
+absl::StatusOr<transport::Digest> PackSourceBucket(
+    const NodeLayout& layout, int32_t rank,
+    const std::vector<SourceShard>& shards, Landing* landing,
+    transport::Memory* memory) {
+  if (landing->size() > 0) {
+    absl::Status status =
+        PackBucket(layout, rank, static_cast<int32_t>(landing->bucket_id()),
+                   ByOrdinal(shards), landing, memory);
+    if (!status.ok()) return status;
+  }
+  return landing->bucket_digest();
+}
+
+absl::StatusOr<transport::Digest> DigestSourceBucket(
+    const NodeLayout& layout, int32_t rank,
+    const std::vector<SourceShard>& shards, int32_t bucket,
+    transport::Memory* memory, TensorDigests* tensors) {
+  const ShardsOf shards_of = ByOrdinal(shards);
+  transport::CopyOptions options;
+  transport::Digest sum;
+  const auto pieces = layout.plan.pieces(static_cast<uint32_t>(bucket));
+  for (size_t i = 0; i < pieces.size();) {
+    const uint32_t ordinal = pieces[i].ordinal;
+    std::vector<transport::CopyTask> tasks;
+    for (; i < pieces.size() && pieces[i].ordinal == ordinal; ++i) {
+      absl::Status status =
+          ComposePiece(layout, rank, shards_of, pieces[i],
+                       /*bucket=*/nullptr, &tasks, &options.guard_source);
+      if (!status.ok()) return status;
+    }
+    transport::Digest digest;
+    absl::Status status = memory->Copy(tasks, options, &digest);
+    if (!status.ok()) return status;
+    (*tensors)[ordinal] += digest;
+    sum += digest;
+  }
+  return sum;
+}
+
+absl::Status SourceChanged(const NodeLayout& layout, int32_t rank,
+                           int32_t bucket, const transport::Digest& before,
+                           const transport::Digest& now) {
+  std::string first = "nothing";
+  const auto pieces = layout.plan.pieces(static_cast<uint32_t>(bucket));
+  if (!pieces.empty()) {
+    first = layout.catalog.param(pieces[0].ordinal).name;
+    const std::string& last =
+        layout.catalog.param(pieces[pieces.size() - 1].ordinal).name;
+    if (last != first) first = absl::StrCat(first, " to ", last);
+  }
+  return MakeError(
+      absl::StatusCode::kAborted, "SOURCE_CHANGED",
+      absl::StrCat("rank ", rank, " of ", layout.model,
+                   " wrote to its tensors before the publish had returned: "
+                   "bucket ",
+                   bucket, " (", first, ") had digest ", before.ToString(),
+                   " and has ", now.ToString(),
+                   " now; leave them alone until it returns, and publish "
+                   "again"));
+}
+
 absl::StatusOr<SnapshotResult> TakeSnapshot(
     const NodeLayout& layout, int32_t rank,
     const std::vector<SourceShard>& shards,
     const std::vector<std::shared_ptr<Landing>>& landings,
     transport::Memory* memory, absl::Span<const CancelFlag* const> cancels) {
   const absl::Time start = absl::Now();
-  ShardsOf shards_of;
-  for (const SourceShard& shard : shards) {
-    shards_of[shard.ordinal].push_back(&shard);
-  }
+  const ShardsOf shards_of = ByOrdinal(shards);
   auto fail = [&](const absl::Status& status) {
     for (const auto& landing : landings) {
       if (!landing->complete()) landing->Fail(status);
@@ -270,6 +339,7 @@ absl::StatusOr<SnapshotResult> TakeSnapshot(
     digest.set_bucket(bucket);
     ToProto(landing->bucket_digest(), digest.mutable_digest());
     result.buckets.push_back(std::move(digest));
+    AddTensorDigests(layout, *landing, &result.tensors);
     for (const schedule::Piece& piece :
          layout.plan.pieces(static_cast<uint32_t>(bucket))) {
       result.copied_bytes +=

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "daemon/node/bucket_digest.h"
 #include "daemon/node/layouts.h"
 #include "schedule/box.h"
 #include "transport/landing.h"
@@ -44,6 +45,10 @@ struct SourceRegion {
   int64_t size_bytes = 0;
   // Not an arena of ours: its owner may truncate it, and reading it is guarded.
   bool guard = false;
+  // An arena of ours, which workers of this node may map and read: its name.
+  // Null and empty otherwise.
+  std::shared_ptr<const transport::Segment> arena;
+  std::string arena_id;
 };
 
 // What a rank registered, in the form that the snapshot reads. Shards of
@@ -80,10 +85,31 @@ class CancelFlag {
 struct SnapshotResult {
   // One for each bucket of the rank, ascending.
   std::vector<v1::BucketDigest> buckets;
+  // Of what the rank sends, by parameter.
+  TensorDigests tensors;
   // Bytes of elements, without padding.
   int64_t copied_bytes = 0;
   absl::Duration copy_duration;
 };
+
+// Fills one bucket of `rank`, as TakeSnapshot does, and answers its digest.
+absl::StatusOr<transport::Digest> PackSourceBucket(
+    const NodeLayout& layout, int32_t rank,
+    const std::vector<SourceShard>& shards, transport::Landing* landing,
+    transport::Memory* memory);
+
+// The digest of what a bucket of `rank` would hold if it were packed now: reads
+// the rank's memory and writes nothing. Adds its parts to *tensors. Errors of
+// TakeSnapshot.
+absl::StatusOr<transport::Digest> DigestSourceBucket(
+    const NodeLayout& layout, int32_t rank,
+    const std::vector<SourceShard>& shards, int32_t bucket,
+    transport::Memory* memory, TensorDigests* tensors);
+
+// ABORTED (SOURCE_CHANGED): the bucket was read twice, and not the same bytes.
+absl::Status SourceChanged(const NodeLayout& layout, int32_t rank,
+                           int32_t bucket, const transport::Digest& before,
+                           const transport::Digest& now);
 
 // Fills the landings of all buckets of `rank` (one for each, in the order of
 // layout.RankBuckets(rank)). Blocks; the copies run on the threads of `memory`,

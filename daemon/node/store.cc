@@ -1,6 +1,7 @@
 #include "daemon/node/store.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
@@ -36,6 +37,12 @@ absl::Status UpdateIncomplete(const std::string& update_id) {
       absl::StrCat("update ", update_id, " is not whole in this node's store"));
 }
 
+absl::Status BucketUnknown(const std::string& update_id, int32_t bucket) {
+  return MakeError(absl::StatusCode::kNotFound, "BUCKET_UNKNOWN",
+                   absl::StrCat("this node's store has no bucket ", bucket,
+                                " of update ", update_id));
+}
+
 // Room for the rounding of buckets and pieces, which those who count tensor
 // bytes leave out.
 int64_t Slack(int64_t bytes) { return bytes / 256 + (int64_t{256} << 10); }
@@ -58,9 +65,34 @@ void StorePin::Release() {
 int64_t Store::Entry::bytes() const {
   int64_t sum = 0;
   for (const auto& bucket : buckets) {
+    if (bucket.second.borrowed) continue;
     sum += ArenaSpace::Aligned(bucket.second.bytes);
   }
   return sum;
+}
+
+std::string Store::Entry::Name() const {
+  if (layout == nullptr) return absl::StrCat("a slot of ", model);
+  return absl::StrCat("update ", update_id, " (version ", version, " of ",
+                      model, ")");
+}
+
+StoreSlot::~StoreSlot() { store_->Drop(id_); }
+
+v1::SlotLocation StoreSlot::Location(int64_t bytes) const {
+  absl::MutexLock lock(&store_->mutex_);
+  const Store::Entry& entry = store_->entries_.at(id_);
+  v1::SlotLocation location = Store::LocationOf(entry, entry.buckets.at(0));
+  location.set_size_bytes(bytes);
+  return location;
+}
+
+void StoreSlot::Recycle() {
+  absl::MutexLock lock(&store_->mutex_);
+  const Store::Entry& entry = store_->entries_.at(id_);
+  for (const auto& slot : entry.slots) {
+    slot.first->segment()->AdvanceGeneration(slot.second);
+  }
 }
 
 Store::Store(Options options, transport::Memory* memory, Observer* observer)
@@ -175,7 +207,10 @@ void Store::Forget(const std::string& model) {
     update_bytes_.erase(model);
     std::vector<std::string> ids;
     for (const auto& entry : entries_) {
-      if (entry.second.layout->model == model) ids.push_back(entry.first);
+      // Slots go with the flow that has them.
+      if (entry.second.model == model && entry.second.layout != nullptr) {
+        ids.push_back(entry.first);
+      }
     }
     for (const std::string& id : ids) DropLocked(id);
     newest_.erase(model);
@@ -241,7 +276,15 @@ absl::StatusOr<std::vector<BucketRoom>> Store::Reserve(
   absl::StatusOr<std::vector<BucketRoom>> rooms;
   {
     absl::MutexLock lock(&mutex_);
-    rooms = ReserveLocked(update_id, version, std::move(layout), buckets);
+    if (entries_.count(update_id) == 0) {
+      Entry& entry = entries_[update_id];
+      entry.update_id = update_id;
+      entry.model = layout->model;
+      entry.version = version;
+      entry.layout = layout;
+      entry.order = next_order_++;
+    }
+    rooms = ReserveLocked(update_id, layout->id, buckets);
     // Do not remember an update that got nothing.
     auto it = entries_.find(update_id);
     if (!rooms.ok() && it != entries_.end() && it->second.buckets.empty() &&
@@ -253,17 +296,47 @@ absl::StatusOr<std::vector<BucketRoom>> Store::Reserve(
   return rooms;
 }
 
-absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
-    const std::string& update_id, int64_t version,
-    std::shared_ptr<const NodeLayout> layout,
-    const std::vector<int32_t>& buckets) {
-  if (entries_.count(update_id) == 0) {
-    Entry& entry = entries_[update_id];
-    entry.update_id = update_id;
-    entry.version = version;
-    entry.layout = layout;
+absl::StatusOr<std::unique_ptr<StoreSlot>> Store::TakeSlot(
+    const std::string& model, int64_t bytes) {
+  std::unique_ptr<StoreSlot> slot;
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    const std::string id = absl::StrCat("slot/", next_slot_++);
+    Entry& entry = entries_[id];
+    entry.update_id = id;
+    entry.model = model;
+    entry.slot_bytes = bytes;
     entry.order = next_order_++;
+    auto rooms = ReserveLocked(id, "", {0});
+    if (rooms.ok()) {
+      slot.reset(
+          new StoreSlot(this, id, (*rooms)[0].data, (*rooms)[0].file));
+    } else {
+      status = rooms.status();
+      entries_.erase(id);
+    }
   }
+  RunDeferred();
+  if (!status.ok()) return status;
+  return slot;
+}
+
+BucketRoom Store::RoomOf(int32_t bucket, const Extent& extent) {
+  BucketRoom room;
+  room.bucket = bucket;
+  if (extent.bytes > 0) {
+    room.data = absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
+                               static_cast<size_t>(extent.bytes));
+    room.file.fd = extent.arena->segment()->file(&room.file.offset);
+    room.file.offset += extent.offset;
+  }
+  return room;
+}
+
+absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
+    const std::string& update_id, const std::string& layout_id,
+    const std::vector<int32_t>& buckets) {
   bool evicting = false;
   while (true) {
     // Looked up again each time: Grow lets go of the lock.
@@ -272,11 +345,11 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       return MakeError(absl::StatusCode::kFailedPrecondition, "UPDATE_ENDED",
                        absl::StrCat("update ", update_id, " was given up"));
     }
-    if (entry->layout->id != layout->id) {
+    if (entry->layout != nullptr && entry->layout->id != layout_id) {
       return MakeError(absl::StatusCode::kFailedPrecondition,
                        "UPDATE_LAYOUT_MISMATCH",
                        absl::StrCat("update ", update_id, " has layout ",
-                                    entry->layout->id, ", not ", layout->id));
+                                    entry->layout->id, ", not ", layout_id));
     }
     std::vector<int32_t> missing;
     for (int32_t bucket : buckets) {
@@ -287,30 +360,19 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       std::vector<BucketRoom> rooms;
       rooms.reserve(buckets.size());
       for (int32_t bucket : buckets) {
-        const Extent& extent = entry->buckets[bucket];
-        BucketRoom room;
-        room.bucket = bucket;
-        if (extent.bytes > 0) {
-          room.data =
-              absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
-                             static_cast<size_t>(extent.bytes));
-          room.file.fd = extent.arena->segment()->file(&room.file.offset);
-          room.file.offset += extent.offset;
-        }
-        rooms.push_back(room);
+        rooms.push_back(RoomOf(bucket, entry->buckets[bucket]));
       }
       return rooms;
     }
 
     int64_t needed = 0;
     for (int32_t bucket : missing) {
-      needed += ArenaSpace::Aligned(layout->bucket_bytes(bucket));
+      needed += ArenaSpace::Aligned(entry->bucket_bytes(bucket));
     }
     const int64_t pinned = PinnedBytes();
     if (needed > options_.budget_bytes - pinned) {
       return NoStoreRoom(absl::StrCat(
-          "update ", update_id, " (version ", version, " of ", layout->model,
-          ") needs ", needed, " bytes; the store's budget is ",
+          entry->Name(), " needs ", needed, " bytes; the store's budget is ",
           options_.budget_bytes, " bytes, of which ", pinned, " are pinned (",
           PinnedNames(), "); raise --store_budget_bytes to at least ",
           pinned + needed));
@@ -333,14 +395,13 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
     }
     if (reserved_bytes_ + lacking > options_.budget_bytes) {
       return NoStoreRoom(absl::StrCat(
-          "update ", update_id, " (version ", version, " of ", layout->model,
-          ") needs ", needed, " bytes, of which ", lacking,
+          entry->Name(), " needs ", needed, " bytes, of which ", lacking,
           " do not fit between what is pinned (", PinnedNames(),
           ") although the store's budget is ", options_.budget_bytes,
           " bytes; raise --store_budget_bytes by ", lacking));
     }
-    LOG(INFO) << "The store grows by " << lacking << " bytes for update "
-              << update_id << (evicting ? ", after evicting others" : "");
+    LOG(INFO) << "The store grows by " << lacking << " bytes for "
+              << entry->Name() << (evicting ? ", after evicting others" : "");
     absl::Status status = Grow(ArenaSpace::Aligned(lacking));
     if (!status.ok()) return status;
   }
@@ -352,7 +413,7 @@ int64_t Store::Carve(Entry* entry, const std::vector<int32_t>& buckets) {
   std::map<ArenaSpace*, int> slots;
   for (int32_t bucket : buckets) {
     Extent extent;
-    extent.bytes = entry->layout->bucket_bytes(bucket);
+    extent.bytes = entry->bucket_bytes(bucket);
     if (extent.bytes == 0) {
       got[bucket] = extent;
       continue;
@@ -395,32 +456,185 @@ int64_t Store::Carve(Entry* entry, const std::vector<int32_t>& buckets) {
   return 0;
 }
 
-absl::Status Store::MarkWhole(const std::string& update_id) {
+absl::Status Store::MarkWhole(
+    const std::string& update_id,
+    const std::map<int32_t, transport::Digest>& digests) {
   absl::MutexLock lock(&mutex_);
   Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
   if (entry->state == Entry::State::kIncoming) {
     entry->state = Entry::State::kWhole;
   }
+  for (auto& bucket : entry->buckets) {
+    bucket.second.whole = true;
+    auto digest = digests.find(bucket.first);
+    if (digest != digests.end()) bucket.second.digest = digest->second;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Store::CommitLocked(const std::string& update_id, bool newest) {
+  Entry* entry = Find(update_id);
+  if (entry == nullptr) return UpdateUnknown(update_id);
+  if (entry->state == Entry::State::kIncoming) {
+    return UpdateIncomplete(update_id);
+  }
+  if (entry->state == Entry::State::kCommitted) return absl::OkStatus();
+  entry->state = Entry::State::kCommitted;
+  entry->order = next_order_++;
+  if (newest) newest_[entry->model] = update_id;
+  EnforceKeep(entry->model);
   return absl::OkStatus();
 }
 
 absl::Status Store::Commit(const std::string& update_id) {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    status = CommitLocked(update_id, /*newest=*/true);
+  }
+  RunDeferred();
+  return status;
+}
+
+absl::Status Store::Adopt(const std::string& update_id) {
+  absl::Status status;
+  {
+    absl::MutexLock lock(&mutex_);
+    const Entry* entry = Find(update_id);
+    if (entry == nullptr) return UpdateUnknown(update_id);
+    auto newest = newest_.find(entry->model);
+    const Entry* best =
+        newest == newest_.end() ? nullptr : Find(newest->second);
+    status = CommitLocked(update_id,
+                          best == nullptr || best->version < entry->version);
+  }
+  RunDeferred();
+  return status;
+}
+
+int64_t Store::ShareEqual(const std::string& update_id) {
+  // Compared without the lock: both updates are pinned meanwhile.
+  struct Pair {
+    int32_t bucket = 0;
+    std::string other;
+    const char* mine = nullptr;
+    const char* theirs = nullptr;
+    int64_t bytes = 0;
+  };
+  std::vector<Pair> pairs;
+  std::vector<StorePin> pins;
   {
     absl::MutexLock lock(&mutex_);
     Entry* entry = Find(update_id);
-    if (entry == nullptr) return UpdateUnknown(update_id);
-    if (entry->state == Entry::State::kIncoming) {
-      return UpdateIncomplete(update_id);
+    if (entry == nullptr || entry->layout == nullptr || entry->pins > 0) {
+      return 0;
     }
-    if (entry->state == Entry::State::kCommitted) return absl::OkStatus();
-    entry->state = Entry::State::kCommitted;
-    entry->order = next_order_++;
-    newest_[entry->layout->model] = update_id;
-    EnforceKeep(entry->layout->model);
+    std::map<std::string, int> pinned;
+    for (const auto& mine : entry->buckets) {
+      const Extent& extent = mine.second;
+      if (!extent.whole || !extent.digest.has_value() ||
+          extent.arena == nullptr || extent.share != nullptr) {
+        continue;
+      }
+      for (auto& other : entries_) {
+        Entry& base = other.second;
+        if (other.first == update_id || base.dropped ||
+            base.layout == nullptr || base.state != Entry::State::kCommitted ||
+            base.model != entry->model ||
+            base.layout->id != entry->layout->id) {
+          continue;
+        }
+        auto theirs = base.buckets.find(mine.first);
+        if (theirs == base.buckets.end() || !theirs->second.whole ||
+            theirs->second.arena == nullptr ||
+            !theirs->second.digest.has_value() ||
+            !(*theirs->second.digest == *extent.digest)) {
+          continue;
+        }
+        if (pinned[other.first]++ == 0) {
+          ++base.pins;
+          pins.push_back(StorePin(this, other.first));
+        }
+        pairs.push_back({mine.first, other.first, RoomOf(0, extent).data.data(),
+                         RoomOf(0, theirs->second).data.data(), extent.bytes});
+        break;
+      }
+    }
+    if (pairs.empty()) return 0;
+    ++entry->pins;
+    pins.push_back(StorePin(this, update_id));
   }
-  RunDeferred();
-  return absl::OkStatus();
+  int64_t freed = 0;
+  for (const Pair& pair : pairs) {
+    // A digest is no proof.
+    if (memcmp(pair.mine, pair.theirs, static_cast<size_t>(pair.bytes)) != 0) {
+      continue;
+    }
+    absl::MutexLock lock(&mutex_);
+    Entry& entry = entries_.at(update_id);
+    // Somebody reads it again.
+    if (entry.pins > 1) break;
+    Extent& mine = entry.buckets.at(pair.bucket);
+    Extent& theirs = entries_.at(pair.other).buckets.at(pair.bucket);
+    if (theirs.share == nullptr) {
+      absl::optional<int> slot = theirs.arena->TakeSlot();
+      // Out of slots: it stays twice.
+      if (!slot.has_value()) continue;
+      theirs.share = std::make_shared<Share>();
+      theirs.share->generation_slot = *slot;
+      theirs.share->updates = 1;
+    }
+    mine.arena->segment()->AdvanceGeneration(entry.slots.at(mine.arena));
+    FreeExtent(mine);
+    freed += ArenaSpace::Aligned(mine.bytes);
+    mine.arena = theirs.arena;
+    mine.offset = theirs.offset;
+    mine.share = theirs.share;
+    mine.by_share = true;
+    mine.borrowed = true;
+    ++mine.share->updates;
+  }
+  pins.clear();
+  return freed;
+}
+
+absl::Span<const char> Store::FindEqual(const std::string& update_id,
+                                        const NodeLayout& layout,
+                                        int32_t bucket,
+                                        const transport::Digest& digest,
+                                        StorePin* pin) {
+  absl::MutexLock lock(&mutex_);
+  for (auto& other : entries_) {
+    Entry& base = other.second;
+    if (other.first == update_id || base.dropped || base.layout == nullptr ||
+        base.state == Entry::State::kIncoming || base.model != layout.model ||
+        base.layout->id != layout.id) {
+      continue;
+    }
+    auto theirs = base.buckets.find(bucket);
+    if (theirs == base.buckets.end() || !theirs->second.whole ||
+        !theirs->second.digest.has_value() ||
+        !(*theirs->second.digest == digest)) {
+      continue;
+    }
+    ++base.pins;
+    *pin = StorePin(this, other.first);
+    return RoomOf(bucket, theirs->second).data;
+  }
+  return {};
+}
+
+bool Store::ExpectsEqual(const NodeLayout& layout) const {
+  absl::MutexLock lock(&mutex_);
+  auto newest = newest_.find(layout.model);
+  if (newest == newest_.end()) return false;
+  const Entry* entry = Find(newest->second);
+  if (entry == nullptr || entry->layout->id != layout.id) return false;
+  for (const auto& bucket : entry->buckets) {
+    if (bucket.second.by_share) return true;
+  }
+  return false;
 }
 
 void Store::Drop(const std::string& update_id, bool committed_too) {
@@ -439,11 +653,29 @@ void Store::DropLocked(const std::string& update_id) {
   if (it == entries_.end()) return;
   Entry& entry = it->second;
   entry.dropped = true;
-  auto newest = newest_.find(entry.layout->model);
+  auto newest = newest_.find(entry.model);
   if (newest != newest_.end() && newest->second == update_id) {
     newest_.erase(newest);
   }
   if (entry.pins == 0) FreeEntry(update_id);
+}
+
+void Store::DropIncoming(const std::string& update_id) {
+  absl::MutexLock lock(&mutex_);
+  auto it = entries_.find(update_id);
+  if (it == entries_.end()) return;
+  Entry& entry = it->second;
+  for (auto bucket = entry.buckets.begin(); bucket != entry.buckets.end();) {
+    if (bucket->second.whole) {
+      ++bucket;
+      continue;
+    }
+    FreeExtent(bucket->second);
+    bucket = entry.buckets.erase(bucket);
+  }
+  if (entry.buckets.empty() && entry.state == Entry::State::kIncoming) {
+    DropLocked(update_id);
+  }
 }
 
 absl::StatusOr<StorePin> Store::Pin(const std::string& update_id) {
@@ -459,7 +691,7 @@ void Store::Unpin(const std::string& update_id) {
     absl::MutexLock lock(&mutex_);
     auto it = entries_.find(update_id);
     if (it == entries_.end()) return;
-    const std::string model = it->second.layout->model;
+    const std::string model = it->second.model;
     if (--it->second.pins > 0) return;
     if (it->second.dropped) {
       FreeEntry(update_id);
@@ -483,28 +715,59 @@ absl::StatusOr<LocatedUpdate> Store::Locate(
   located.buckets.reserve(buckets.size());
   for (int32_t bucket : buckets) {
     auto it = entry->buckets.find(bucket);
-    if (it == entry->buckets.end()) {
-      return MakeError(absl::StatusCode::kNotFound, "BUCKET_UNKNOWN",
-                       absl::StrCat("this node's store has no bucket ", bucket,
-                                    " of update ", update_id));
+    if (it == entry->buckets.end() || !it->second.whole) {
+      return BucketUnknown(update_id, bucket);
     }
     const Extent& extent = it->second;
     v1::BucketLocation location;
     location.set_bucket(bucket);
-    v1::SlotLocation* slot = location.mutable_slot();
-    slot->set_size_bytes(extent.bytes);
-    if (extent.arena != nullptr) {
-      const int index = entry->slots.at(extent.arena);
-      slot->set_arena_id(extent.arena->id());
-      slot->set_offset_bytes(extent.offset);
-      slot->set_generation_slot(index);
-      slot->set_generation(extent.arena->segment()->Generation(index));
-    }
+    *location.mutable_slot() = LocationOf(*entry, extent);
     located.buckets.push_back(std::move(location));
   }
   ++entry->pins;
   located.pin = StorePin(this, update_id);
   return located;
+}
+
+v1::SlotLocation Store::LocationOf(const Entry& entry, const Extent& extent) {
+  v1::SlotLocation slot;
+  slot.set_size_bytes(extent.bytes);
+  if (extent.arena != nullptr) {
+    const int index = extent.by_share ? extent.share->generation_slot
+                                      : entry.slots.at(extent.arena);
+    slot.set_arena_id(extent.arena->id());
+    slot.set_offset_bytes(extent.offset);
+    slot.set_generation_slot(index);
+    slot.set_generation(extent.arena->segment()->Generation(index));
+  }
+  return slot;
+}
+
+absl::StatusOr<v1::SlotLocation> Store::LocationOf(const std::string& update_id,
+                                                   int32_t bucket) const {
+  absl::MutexLock lock(&mutex_);
+  const Entry* entry = Find(update_id);
+  if (entry == nullptr) return UpdateUnknown(update_id);
+  auto it = entry->buckets.find(bucket);
+  if (it == entry->buckets.end()) return BucketUnknown(update_id, bucket);
+  return LocationOf(*entry, it->second);
+}
+
+absl::StatusOr<std::vector<BucketRoom>> Store::Rooms(
+    const std::string& update_id, const std::vector<int32_t>& buckets) {
+  absl::MutexLock lock(&mutex_);
+  const Entry* entry = Find(update_id);
+  if (entry == nullptr) return UpdateUnknown(update_id);
+  std::vector<BucketRoom> rooms;
+  rooms.reserve(buckets.size());
+  for (int32_t bucket : buckets) {
+    auto it = entry->buckets.find(bucket);
+    if (it == entry->buckets.end() || !it->second.whole) {
+      return BucketUnknown(update_id, bucket);
+    }
+    rooms.push_back(RoomOf(bucket, it->second));
+  }
+  return rooms;
 }
 
 bool Store::Holds(const std::string& update_id,
@@ -513,7 +776,8 @@ bool Store::Holds(const std::string& update_id,
   const Entry* entry = Find(update_id);
   if (entry == nullptr || entry->state == Entry::State::kIncoming) return false;
   for (int32_t bucket : buckets) {
-    if (entry->buckets.count(bucket) == 0) return false;
+    auto it = entry->buckets.find(bucket);
+    if (it == entry->buckets.end() || !it->second.whole) return false;
   }
   return true;
 }
@@ -530,7 +794,7 @@ const Store::Entry* Store::Find(const std::string& update_id) const {
 
 bool Store::Evictable(const Entry& entry) const {
   if (entry.state != Entry::State::kCommitted || entry.pins > 0) return false;
-  auto newest = newest_.find(entry.layout->model);
+  auto newest = newest_.find(entry.model);
   return newest == newest_.end() || newest->second != entry.update_id;
 }
 
@@ -538,7 +802,7 @@ bool Store::EvictOldest(const std::string& model) {
   const Entry* oldest = nullptr;
   for (const auto& entry : entries_) {
     if (!Evictable(entry.second)) continue;
-    if (!model.empty() && entry.second.layout->model != model) continue;
+    if (!model.empty() && entry.second.model != model) continue;
     if (oldest == nullptr || entry.second.order < oldest->order) {
       oldest = &entry.second;
     }
@@ -546,7 +810,7 @@ bool Store::EvictOldest(const std::string& model) {
   if (oldest == nullptr) return false;
   Deferred::Event event;
   event.kind = Deferred::Event::Kind::kEvicted;
-  event.model = oldest->layout->model;
+  event.model = oldest->model;
   event.update_id = oldest->update_id;
   deferred_.events.push_back(event);
   FreeEntry(event.update_id);
@@ -556,7 +820,7 @@ bool Store::EvictOldest(const std::string& model) {
 void Store::EnforceKeep(const std::string& model) {
   int committed = 0;
   for (const auto& entry : entries_) {
-    if (entry.second.layout->model == model && !entry.second.dropped &&
+    if (entry.second.model == model && !entry.second.dropped &&
         entry.second.state == Entry::State::kCommitted) {
       ++committed;
     }
@@ -566,18 +830,40 @@ void Store::EnforceKeep(const std::string& model) {
   }
 }
 
+void Store::FreeExtent(const Extent& extent) {
+  if (extent.arena == nullptr) return;
+  if (extent.share != nullptr) {
+    if (--extent.share->updates > 0) return;
+    extent.arena->ReturnSlot(extent.share->generation_slot);
+  }
+  extent.arena->Free(extent.offset, extent.bytes);
+}
+
 void Store::FreeEntry(const std::string& update_id) {
   auto it = entries_.find(update_id);
+  Entry& entry = it->second;
   // The generation moves on before the bytes can be given to anybody else.
-  for (const auto& slot : it->second.slots) {
+  for (const auto& slot : entry.slots) {
     slot.first->ReturnSlot(slot.second);
   }
-  for (const auto& bucket : it->second.buckets) {
+  for (const auto& bucket : entry.buckets) {
     const Extent& extent = bucket.second;
-    if (extent.arena != nullptr)
-      extent.arena->Free(extent.offset, extent.bytes);
+    if (!extent.borrowed && extent.share != nullptr &&
+        extent.share->updates > 1) {
+      // Somebody else pays for the bytes from now on.
+      for (auto& other : entries_) {
+        auto theirs = other.second.buckets.find(bucket.first);
+        if (other.first == update_id || theirs == other.second.buckets.end() ||
+            theirs->second.share != extent.share) {
+          continue;
+        }
+        theirs->second.borrowed = false;
+        break;
+      }
+    }
+    FreeExtent(extent);
   }
-  const bool forgotten = update_bytes_.count(it->second.layout->model) == 0;
+  const bool forgotten = update_bytes_.count(entry.model) == 0;
   entries_.erase(it);
   if (forgotten) {
     DropFreeArenas(
@@ -602,9 +888,8 @@ std::string Store::PinnedNames() const {
                       : entry.state != Entry::State::kCommitted ? "incoming"
                       : entry.pins > 0                          ? "in use"
                                                                 : "newest";
-    names.push_back(absl::StrCat(entry.layout->model, " update ",
-                                 entry.update_id, ", ", why, ", ",
-                                 entry.bytes()));
+    names.push_back(absl::StrCat(entry.model, " update ", entry.update_id, ", ",
+                                 why, ", ", entry.bytes()));
   }
   return names.empty() ? "by nothing" : absl::StrJoin(names, "; ");
 }
@@ -613,7 +898,7 @@ std::vector<v1::HeldUpdate> Store::HeldUpdates() const {
   absl::MutexLock lock(&mutex_);
   std::vector<const Entry*> whole;
   for (const auto& entry : entries_) {
-    if (!entry.second.dropped &&
+    if (!entry.second.dropped && entry.second.layout != nullptr &&
         entry.second.state != Entry::State::kIncoming) {
       whole.push_back(&entry.second);
     }
@@ -624,7 +909,7 @@ std::vector<v1::HeldUpdate> Store::HeldUpdates() const {
   held.reserve(whole.size());
   for (const Entry* entry : whole) {
     v1::HeldUpdate update;
-    update.set_model(entry->layout->model);
+    update.set_model(entry->model);
     update.set_update_id(entry->update_id);
     update.set_version(entry->version);
     update.set_layout_id(entry->layout->id);

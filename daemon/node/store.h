@@ -15,10 +15,18 @@
 //                  (all extents of an update in one arena share a generation
 //                  slot)
 //
+// Buckets of a committed update may be incoming, too: those that are fetched
+// from another holder for a worker that the update was not made for. They are
+// given out once they are whole.
+//
+// Two updates of one layout whose bytes of a bucket are equal share them
+// (ShareEqual): the bytes go with the last of the two.
+//
 // Room is made by evicting, oldest first, committed updates that are not
 // pinned. Pinned are: INCOMING updates, the newest committed update of each
-// model, and what a StorePin holds (an update that a worker is copying from).
-// If that does not suffice, Reserve refuses with the sums.
+// model, and what a StorePin holds (an update that a worker is copying from),
+// and slots (TakeSlot). If that does not suffice, Reserve refuses with the
+// sums.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_STORE_H_
 #define WEIGHTSYNC_DAEMON_NODE_STORE_H_
@@ -35,9 +43,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "daemon/node/arena_space.h"
 #include "daemon/node/layouts.h"
+#include "transport/digest.h"
 #include "transport/landing.h"
 #include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
@@ -84,6 +94,35 @@ struct BucketRoom {
   int32_t bucket = 0;
   absl::Span<char> data;
   transport::FileRange file;
+};
+
+// Memory through which one bucket after the other passes, for updates that have
+// no whole copy on this node. It has a generation of its own. The store
+// outlives it.
+class StoreSlot {
+ public:
+  ~StoreSlot();
+  StoreSlot(const StoreSlot&) = delete;
+  StoreSlot& operator=(const StoreSlot&) = delete;
+
+  absl::Span<char> data() const { return data_; }
+  // The same bytes as a part of a file.
+  transport::FileRange file() const { return file_; }
+  // Of the first `bytes` of what stands in it now.
+  v1::SlotLocation Location(int64_t bytes) const;
+  // The bytes are about to be something else: a late reader will notice.
+  void Recycle();
+
+ private:
+  friend class Store;
+  StoreSlot(Store* store, std::string id, absl::Span<char> data,
+            transport::FileRange file)
+      : store_(store), id_(std::move(id)), data_(data), file_(file) {}
+
+  Store* const store_;
+  const std::string id_;
+  const absl::Span<char> data_;
+  const transport::FileRange file_;
 };
 
 class Store {
@@ -148,20 +187,62 @@ class Store {
       std::shared_ptr<const NodeLayout> layout,
       const std::vector<int32_t>& buckets);
 
-  // INCOMING -> whole. Idempotent. NOT_FOUND (UPDATE_UNKNOWN).
-  absl::Status MarkWhole(const std::string& update_id);
+  // All buckets that it has room for are whole. `digests` are theirs; those
+  // that are missing are never shared. Idempotent. NOT_FOUND (UPDATE_UNKNOWN).
+  absl::Status MarkWhole(
+      const std::string& update_id,
+      const std::map<int32_t, transport::Digest>& digests = {});
 
   // The model's newest from now on. The one before is unpinned, and more than
   // keep_updates are evicted. NOT_FOUND (UPDATE_UNKNOWN), FAILED_PRECONDITION
   // (UPDATE_INCOMPLETE) when it was not marked whole.
   absl::Status Commit(const std::string& update_id);
+  // Of an update that was committed long ago and has been fetched: the model's
+  // newest only if its version is.
+  absl::Status Adopt(const std::string& update_id);
+
+  // Gives up the bytes of buckets that an older update of the same layout has
+  // as well, byte by byte the same; the two share them from now on. Answers the
+  // bytes that became free. Does nothing while the update is pinned, and moves
+  // its generations on where it does something: a reader that was given up may
+  // still read. REQUIRES: the mover is through with the update.
+  int64_t ShareEqual(const std::string& update_id);
+
+  // The bytes of `bucket` in another update of the same model and layout, whole
+  // and with this digest, kept where they are by *pin. Empty where there are
+  // none.
+  absl::Span<const char> FindEqual(const std::string& update_id,
+                                   const NodeLayout& layout, int32_t bucket,
+                                   const transport::Digest& digest,
+                                   StorePin* pin);
+  // Whether the newest update of the layout shares bytes with the one before:
+  // then the next one may well, too.
+  bool ExpectsEqual(const NodeLayout& layout) const;
 
   // Frees an update that is not committed (or, with `committed_too`, any), now
   // or when the last pin is released. Unknown ids are fine.
   void Drop(const std::string& update_id, bool committed_too = false);
 
+  // Frees the buckets of an update that never became whole; those that are
+  // stay. Unknown ids are fine. REQUIRES: nobody uses their rooms any more.
+  void DropIncoming(const std::string& update_id);
+
   // Keeps whatever state it is in. NOT_FOUND (UPDATE_UNKNOWN).
   absl::StatusOr<StorePin> Pin(const std::string& update_id);
+
+  // Where a bucket lies, whole or not, for those who know which bytes of it are
+  // there. Errors of Locate. REQUIRES: the update is pinned.
+  absl::StatusOr<v1::SlotLocation> LocationOf(const std::string& update_id,
+                                              int32_t bucket) const;
+  // Where whole buckets lie in this process, for sending them. Errors of
+  // Locate. REQUIRES: the update is pinned.
+  absl::StatusOr<std::vector<BucketRoom>> Rooms(
+      const std::string& update_id, const std::vector<int32_t>& buckets);
+
+  // Memory of `bytes` for a flow of `model` through this node. Errors of
+  // Reserve.
+  absl::StatusOr<std::unique_ptr<StoreSlot>> TakeSlot(const std::string& model,
+                                                      int64_t bytes);
 
   // Where `buckets` of a whole update lie, pinned for an apply.
   //   NOT_FOUND (UPDATE_UNKNOWN: never here, dropped or evicted;
@@ -190,19 +271,38 @@ class Store {
 
  private:
   friend class StorePin;
+  friend class StoreSlot;
+
+  // Bytes that several updates have. Their generation slot is theirs alone: it
+  // moves on when the last of the updates goes.
+  struct Share {
+    int generation_slot = 0;
+    int updates = 0;
+  };
 
   struct Extent {
     ArenaSpace* arena = nullptr;
     int64_t offset = 0;
     int64_t bytes = 0;
+    bool whole = false;
+    absl::optional<transport::Digest> digest;
+    // Null: of one update alone.
+    std::shared_ptr<Share> share;
+    // Locations name the share's generation slot, not the update's.
+    bool by_share = false;
+    // Another update is charged for the bytes.
+    bool borrowed = false;
   };
 
   struct Entry {
     enum class State { kIncoming, kWhole, kCommitted };
 
     std::string update_id;
+    std::string model;
     int64_t version = 0;
+    // Null for a slot, which is one bucket of slot_bytes.
     std::shared_ptr<const NodeLayout> layout;
+    int64_t slot_bytes = 0;
     State state = State::kIncoming;
     // Given up; goes with the last pin.
     bool dropped = false;
@@ -212,7 +312,12 @@ class Store {
     std::map<int32_t, Extent> buckets;
     std::map<ArenaSpace*, int> slots;
 
+    // Of extents that this entry alone pays for.
     int64_t bytes() const;
+    int64_t bucket_bytes(int32_t bucket) const {
+      return layout == nullptr ? slot_bytes : layout->bucket_bytes(bucket);
+    }
+    std::string Name() const;
   };
 
   // What is to be done once the lock is free: destroying mappings takes long,
@@ -235,9 +340,13 @@ class Store {
   absl::Status ReserveForLocked(const std::string& model, int64_t update_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<std::vector<BucketRoom>> ReserveLocked(
-      const std::string& update_id, int64_t version,
-      std::shared_ptr<const NodeLayout> layout,
+      const std::string& update_id, const std::string& layout_id,
       const std::vector<int32_t>& buckets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  static v1::SlotLocation LocationOf(const Entry& entry, const Extent& extent);
+  static BucketRoom RoomOf(int32_t bucket, const Extent& extent);
+  void FreeExtent(const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CommitLocked(const std::string& update_id, bool newest)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Null when unknown or dropped.
   Entry* Find(const std::string& update_id)
@@ -292,6 +401,7 @@ class Store {
   // By model.
   std::map<std::string, std::string> newest_ ABSL_GUARDED_BY(mutex_);
   std::map<std::string, int64_t> update_bytes_ ABSL_GUARDED_BY(mutex_);
+  uint64_t next_slot_ ABSL_GUARDED_BY(mutex_) = 0;
   Deferred deferred_ ABSL_GUARDED_BY(mutex_);
 };
 

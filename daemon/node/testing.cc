@@ -1,10 +1,12 @@
 #include "daemon/node/testing.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/node/convert.h"
+#include "daemon/node/direct_plan.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
 #include "transport/memory.h"
@@ -288,7 +290,7 @@ std::vector<v1::NodeReport> TestNode::TakeReports() {
 absl::StatusOr<SnapshotResult> TestNode::Snapshot(
     const v1::DefineLayout& define, const std::string& update_id,
     int64_t version, int rank, const RankMemory& memory,
-    std::shared_ptr<CancelFlag> cancel) {
+    std::shared_ptr<CancelFlag> cancel, bool in_place, bool verify_source) {
   RankSource source;
   source.model = define.model();
   source.update_id = update_id;
@@ -298,9 +300,18 @@ absl::StatusOr<SnapshotResult> TestNode::Snapshot(
   SourceRegion region;
   region.data = memory.bytes.data();
   region.size_bytes = static_cast<int64_t>(memory.bytes.size());
+  if (in_place) {
+    // Stands for the arena that a trainer's memory would be.
+    auto arena = memory_.Allocate(4096, {});
+    if (!arena.ok()) return arena.status();
+    region.arena = *std::move(arena);
+    region.arena_id = absl::StrCat("rank-", rank);
+  }
   source.regions.push_back(region);
   source.shards = memory.shards;
   source.cancel = std::move(cancel);
+  source.in_place = in_place;
+  source.verify_source = verify_source;
   return mover_->SnapshotRank(source);
 }
 
@@ -378,6 +389,158 @@ void TestNode::OnUpdateEvicted(const std::string&,
   evicted_.push_back(update_id);
 }
 
+// ---- TestSink ----
+
+TestSink::TestSink(TestNode* node, const v1::DefineLayout& define)
+    : node_(node), define_(define) {
+  for (int w = 0; w < define.workers_size(); ++w) {
+    if (define.nodes(define.workers(w).node()).node() != node->name()) continue;
+    for (const v1::WantedTensor& tensor : WantedBy(define, w)) {
+      int64_t bytes = schedule::DTypeSize(FromProto(tensor.dtype()));
+      for (int64_t extent : tensor.box().extent()) bytes *= extent;
+      live_[w].emplace_back(static_cast<size_t>(bytes), '\xA5');
+    }
+  }
+}
+
+void TestSink::Hold(bool hold) {
+  std::vector<Held> held;
+  {
+    absl::MutexLock lock(&mutex_);
+    hold_ = hold;
+    if (hold) return;
+    held.swap(held_);
+    for (const Held& h : held) Take(h.bucket, h.where);
+  }
+  for (const Held& h : held) h.taken();
+}
+int TestSink::held() {
+  absl::MutexLock lock(&mutex_);
+  return static_cast<int>(held_.size());
+}
+int TestSink::begun() {
+  absl::MutexLock lock(&mutex_);
+  return begun_;
+}
+int TestSink::aborted() {
+  absl::MutexLock lock(&mutex_);
+  return aborted_;
+}
+int TestSink::direct_reads() {
+  absl::MutexLock lock(&mutex_);
+  return direct_reads_;
+}
+std::vector<std::string> TestSink::live(int w) {
+  absl::MutexLock lock(&mutex_);
+  return live_[w];
+}
+
+void TestSink::Begin(
+    StreamStart start,
+    std::function<void(absl::Status, std::set<int32_t>)> started,
+    std::function<void(int32_t, TensorDigests)> read,
+    std::function<void()> direct_done) {
+  std::set<int32_t> direct;
+  std::vector<std::pair<int32_t, TensorDigests>> reads;
+  {
+    absl::MutexLock lock(&mutex_);
+    ++begun_;
+    for (const v1::StreamWorker& worker : start.workers) {
+      const int w = std::stoi(worker.replica());
+      auto plan = MakeCopyPlan(*start.layout, WantedBy(define_, w));
+      if (!plan.ok()) {
+        started(plan.status(), {});
+        return;
+      }
+      plans_[w] = std::make_shared<const v1::CopyPlan>(*std::move(plan));
+    }
+    for (int32_t bucket : start.direct_candidates) {
+      for (const auto& source : start.sources) {
+        for (const auto& plan : plans_) {
+          auto copies = MakeDirectCopies(*start.layout, bucket, *source,
+                                         WantedBy(define_, plan.first));
+          if (!copies.has_value()) continue;
+          direct.insert(bucket);
+          for (const v1::DirectCopies& from : *copies) {
+            for (const v1::TensorCopy& copy : from.copies()) {
+              EXPECT_EQ(copy.extents_size(), 0);
+              memcpy(&live_[plan.first][copy.tensor()][0] +
+                         copy.tensor_offset_bytes(),
+                     source->regions[0].data + copy.bucket_offset_bytes(),
+                     static_cast<size_t>(copy.run_bytes()));
+            }
+          }
+          TensorDigests tensors;
+          auto digest =
+              DigestSourceBucket(*start.layout, source->rank, source->shards,
+                                 bucket, &node_->memory(), &tensors);
+          EXPECT_TRUE(digest.ok()) << digest.status();
+          reads.emplace_back(bucket, std::move(tensors));
+          ++direct_reads_;
+        }
+      }
+    }
+  }
+  started(absl::OkStatus(), direct);
+  for (const auto& r : reads) read(r.first, r.second);
+  direct_done();
+}
+
+void TestSink::Pass(const std::string&, int32_t bucket,
+                    const v1::SlotLocation& where,
+                    std::function<void()> taken) {
+  {
+    absl::MutexLock lock(&mutex_);
+    if (hold_) {
+      held_.push_back({bucket, where, std::move(taken)});
+      return;
+    }
+    Take(bucket, where);
+  }
+  taken();
+}
+
+void TestSink::Take(int32_t bucket, const v1::SlotLocation& where) {
+  auto arena = node_->store().FindArena(where.arena_id());
+  ASSERT_NE(arena, nullptr);
+  EXPECT_EQ(arena->Generation(where.generation_slot()), where.generation());
+  for (const auto& plan : plans_) {
+    for (const v1::BucketCopies& copies : plan.second->buckets()) {
+      if (copies.bucket() != bucket) continue;
+      std::vector<transport::CopyTask> tasks;
+      for (const v1::TensorCopy& copy : copies.copies()) {
+        transport::CopyTask task;
+        task.src =
+            arena->data() + where.offset_bytes() + copy.bucket_offset_bytes();
+        task.dst =
+            &live_[plan.first][copy.tensor()][0] + copy.tensor_offset_bytes();
+        task.run_bytes = copy.run_bytes();
+        for (int d = 0; d < copy.extents_size(); ++d) {
+          transport::CopyDim dim;
+          dim.extent = copy.extents(d);
+          dim.src_stride = copy.bucket_strides_bytes(d);
+          dim.dst_stride = copy.tensor_strides_bytes(d);
+          task.dims.push_back(dim);
+        }
+        tasks.push_back(std::move(task));
+      }
+      EXPECT_TRUE(node_->memory().Copy(tasks, {}, nullptr).ok());
+    }
+  }
+}
+
+void TestSink::Abort(const std::string&) {
+  std::vector<Held> held;
+  {
+    absl::MutexLock lock(&mutex_);
+    ++aborted_;
+    held.swap(held_);
+  }
+  for (const Held& h : held) h.taken();
+}
+
+void TestSink::Close(const std::string&) {}
+
 // ---- TestUpdate ----
 
 TestUpdate::TestUpdate(v1::DefineLayout define, std::string update_id,
@@ -448,6 +611,9 @@ v1::PrepareUpdate TestUpdate::PrepareCommand(TestNode* node) const {
   command.mutable_epoch()->set_term(1);
   command.mutable_epoch()->set_counter(epoch_);
   command.set_group_secret("secret");
+  command.set_update_mode(update_mode_);
+  command.set_publish_mode(publish_mode_);
+  command.set_stream_slots(stream_slots_);
   for (const v1::Flow& flow : flows_) {
     for (const v1::FlowMember& member : flow.members()) {
       if (member.node() == node->name()) {
@@ -467,15 +633,54 @@ void TestUpdate::Prepare() {
   }
 }
 
-void TestUpdate::Move() {
-  for (TestNode* node : nodes_) {
-    v1::MoveUpdate command;
-    command.set_model(define_.model());
-    command.set_update_id(update_id_);
-    command.mutable_epoch()->set_term(1);
-    command.mutable_epoch()->set_counter(epoch_);
-    node->mover().MoveUpdate(command);
+v1::MoveUpdate TestUpdate::MoveCommand(TestNode* node) const {
+  v1::MoveUpdate command;
+  command.set_model(define_.model());
+  command.set_update_id(update_id_);
+  command.mutable_epoch()->set_term(1);
+  command.mutable_epoch()->set_counter(epoch_);
+  if (update_mode_ == v1::UPDATE_MODE_STREAM) {
+    for (int w = 0; w < define_.workers_size(); ++w) {
+      if (define_.nodes(define_.workers(w).node()).node() != node->name()) {
+        continue;
+      }
+      command.add_stream_workers()->set_replica(absl::StrCat(w));
+    }
   }
+  return command;
+}
+
+void TestUpdate::Move() {
+  for (TestNode* node : nodes_) node->mover().MoveUpdate(MoveCommand(node));
+}
+
+void TestUpdate::SetModes(v1::UpdateMode update, v1::PublishMode publish,
+                          int slots) {
+  update_mode_ = update;
+  publish_mode_ = publish;
+  stream_slots_ = slots;
+}
+
+v1::PrepareUpdate TestUpdate::FetchCommand(
+    TestNode* from, TestNode* to, const std::vector<int32_t>& buckets) {
+  v1::PrepareUpdate command;
+  command.set_model(define_.model());
+  command.set_update_id(update_id_);
+  command.set_version(version_);
+  command.set_layout_id(define_.layout_id());
+  command.mutable_epoch()->set_term(1);
+  command.mutable_epoch()->set_counter(++epoch_);
+  command.set_group_secret("secret");
+  command.set_fetch(true);
+  v1::Flow* flow = command.add_flows();
+  flow->set_flow_id(absl::StrCat("fetch-", to->name()));
+  for (TestNode* node : {from, to}) {
+    v1::FlowMember* member = flow->add_members();
+    member->set_node(node->name());
+    member->set_data_address(node->address());
+  }
+  for (int32_t bucket : buckets) flow->add_buckets(bucket);
+  return command;
 }
 
 absl::Status TestUpdate::Snapshot(TestNode* node, const ModelBytes& model) {

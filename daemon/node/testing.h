@@ -21,6 +21,7 @@
 #include "daemon/node/mover.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
+#include "daemon/node/stream_sink.h"
 #include "transport/fault/fault_policy.h"
 #include "transport/host/copy_pool.h"
 #include "transport/host/host_memory.h"
@@ -132,7 +133,8 @@ class TestNode : public Store::Observer {
   absl::StatusOr<SnapshotResult> Snapshot(
       const v1::DefineLayout& define, const std::string& update_id,
       int64_t version, int rank, const RankMemory& memory,
-      std::shared_ptr<CancelFlag> cancel = std::make_shared<CancelFlag>());
+      std::shared_ptr<CancelFlag> cancel = std::make_shared<CancelFlag>(),
+      bool in_place = false, bool verify_source = false);
 
   // Installs the update in a fresh worker as a worker's process would: by its
   // CopyPlan, under the generations. Its tensors, in the order of `wanted`.
@@ -168,12 +170,70 @@ class TestNode : public Store::Observer {
   std::unique_ptr<Mover> mover_;
 };
 
+// Workers of one node that take part in a STREAM: they have live tensors, and
+// copy what they are passed as a worker's process does.
+class TestSink : public StreamSink {
+ public:
+  // Worker w of the layout is StreamWorker{replica = "w"}; those of `node` take
+  // part.
+  TestSink(TestNode* node, const v1::DefineLayout& define);
+
+  // While held, nobody takes anything.
+  void Hold(bool hold);
+  // What was passed while it was held.
+  int held();
+  int begun();
+  int aborted();
+  int direct_reads();
+  // The tensors of worker w, in the order of WantedBy.
+  std::vector<std::string> live(int w);
+
+  void Begin(StreamStart start,
+             std::function<void(absl::Status, std::set<int32_t>)> started,
+             std::function<void(int32_t, TensorDigests)> read,
+             std::function<void()> direct_done) override;
+  void Pass(const std::string& update_id, int32_t bucket,
+            const v1::SlotLocation& where,
+            std::function<void()> taken) override;
+  void Abort(const std::string& update_id) override;
+  void Close(const std::string& update_id) override;
+
+ private:
+  void Take(int32_t bucket, const v1::SlotLocation& where)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  TestNode* const node_;
+  const v1::DefineLayout define_;
+  absl::Mutex mutex_;
+  std::map<int, std::vector<std::string>> live_ ABSL_GUARDED_BY(mutex_);
+  std::map<int, std::shared_ptr<const v1::CopyPlan>> plans_
+      ABSL_GUARDED_BY(mutex_);
+  bool hold_ ABSL_GUARDED_BY(mutex_) = false;
+  struct Held {
+    int32_t bucket = 0;
+    v1::SlotLocation where;
+    std::function<void()> taken;
+  };
+  std::vector<Held> held_ ABSL_GUARDED_BY(mutex_);
+  int begun_ ABSL_GUARDED_BY(mutex_) = 0;
+  int aborted_ ABSL_GUARDED_BY(mutex_) = 0;
+  int direct_reads_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
 // The commands of one update, as the coordinator gives them. Flows are chains
 // through the nodes that need a bucket, in the order of `nodes`.
 class TestUpdate {
  public:
   TestUpdate(v1::DefineLayout define, std::string update_id, int64_t version,
              std::vector<TestNode*> nodes);
+
+  // Before Prepare.
+  void SetModes(v1::UpdateMode update, v1::PublishMode publish, int slots);
+  // Another update of the same bytes: what `to` needs of this one, which has
+  // been committed, comes from `from`. Answers the flows' buckets.
+  v1::PrepareUpdate FetchCommand(TestNode* from, TestNode* to,
+                                 const std::vector<int32_t>& buckets);
+  v1::MoveUpdate MoveCommand(TestNode* node) const;
 
   // Leaves a node out of the flows of the next epoch.
   void Lose(TestNode* node);
@@ -208,6 +268,9 @@ class TestUpdate {
   std::unique_ptr<NodeLayout> layout_;
   std::vector<v1::Flow> flows_;
   int64_t epoch_ = 0;
+  v1::UpdateMode update_mode_ = v1::UPDATE_MODE_STAGE;
+  v1::PublishMode publish_mode_ = v1::PUBLISH_MODE_SNAPSHOT;
+  int stream_slots_ = 0;
   v1::UpdateManifest manifest_;
 };
 

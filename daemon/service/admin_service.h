@@ -4,6 +4,7 @@
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_ADMIN_SERVICE_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_ADMIN_SERVICE_H_
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -16,6 +17,7 @@
 #include "daemon/service/answer.h"
 #include "daemon/service/coordinator_loop.h"
 #include "daemon/service/stream.h"
+#include "daemon/service/task_threads.h"
 #include "grpcpp/channel.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
@@ -75,6 +77,42 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   grpc::ServerUnaryReactor* Prepare(grpc::CallbackServerContext* context,
                                     const v1::PrepareRequest* request,
                                     v1::PrepareResponse* response) override;
+  // A described plan is made here, whoever coordinates. In admin_plan.cc.
+  grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context,
+                                 const v1::PlanRequest* request,
+                                 v1::PlanResponse* response) override;
+
+  // What changes something.
+  grpc::ServerUnaryReactor* PauseReplica(grpc::CallbackServerContext* context,
+                                         const v1::PauseReplicaRequest* request,
+                                         v1::Replica* response) override;
+  grpc::ServerUnaryReactor* ResumeReplica(
+      grpc::CallbackServerContext* context,
+      const v1::ResumeReplicaRequest* request, v1::Replica* response) override;
+  grpc::ServerUnaryReactor* RollbackModel(
+      grpc::CallbackServerContext* context,
+      const v1::RollbackModelRequest* request, v1::Model* response) override;
+  grpc::ServerUnaryReactor* ReleaseModel(grpc::CallbackServerContext* context,
+                                         const v1::ReleaseModelRequest* request,
+                                         v1::Model* response) override;
+  grpc::ServerUnaryReactor* VerifyReplica(
+      grpc::CallbackServerContext* context,
+      const v1::VerifyReplicaRequest* request,
+      v1::VerifyReplicaResponse* response) override;
+  grpc::ServerUnaryReactor* DrainNode(grpc::CallbackServerContext* context,
+                                      const v1::DrainNodeRequest* request,
+                                      v1::Node* response) override;
+  grpc::ServerUnaryReactor* DeleteVersion(
+      grpc::CallbackServerContext* context,
+      const v1::DeleteVersionRequest* request,
+      v1::DeleteVersionResponse* response) override;
+  grpc::ServerUnaryReactor* DeleteReplica(
+      grpc::CallbackServerContext* context,
+      const v1::DeleteReplicaRequest* request,
+      v1::DeleteReplicaResponse* response) override;
+  grpc::ServerUnaryReactor* AdoptCluster(grpc::CallbackServerContext* context,
+                                         const v1::AdoptClusterRequest* request,
+                                         v1::Cluster* response) override;
 
   // Ends all watches, and those that come later.
   void Shutdown();
@@ -88,6 +126,13 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
                                    const Request* request, Response* response,
                                    absl::Duration timeout, Local local,
                                    Method method);
+
+  // The same for what changes something: `timeout` is the caller's wish, at
+  // most operation_timeout.
+  template <typename Request, typename Response, typename Method>
+  grpc::ServerUnaryReactor* Change(grpc::CallbackServerContext* context,
+                                   const Request* request, Response* response,
+                                   absl::Duration timeout, Method method);
 
   const CoordinatorAccess access_;
   const std::string node_;
@@ -103,6 +148,10 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
         ABSL_GUARDED_BY(mutex);
   };
   const std::shared_ptr<Watches> watches_ = std::make_shared<Watches>();
+
+  // Described plans that are being made: large ones take seconds and memory.
+  std::atomic<int> planning_{0};
+  TaskThreads plans_{"ws-plan"};
 };
 
 // Follows a version as AdminService.WatchVersion promises. On a coordinator.

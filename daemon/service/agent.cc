@@ -84,13 +84,19 @@ Agent::Agent(const Options& options, Parts parts)
              &layouts_, &store_, parts_.memory, parts_.groups),
       link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
       room_(&store_, &loop_, &reserving_, kStoreLinger),
-      context_{&options_, &loop_,  &data_,        &reserving_,
-               &copies_,  &link_,  &layouts_,     &store_,
-               &room_,    &mover_, parts_.memory, parts_.processes},
+      context_{&options_,      &loop_,       &data_,        &reserving_,
+               &copies_,       &link_,       &layouts_,     &store_,
+               &room_,         &mover_,      parts_.memory, parts_.processes,
+               parts_.journal, &newest_term_},
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
-      last_check_(absl::Now()) {}
+      last_check_(absl::Now()) {
+  mover_.SetSink(replicas_.stream_sink());
+  trainers_.OnArenaGone([this](const std::string& arena_id) {
+    replicas_.ArenaDropped(arena_id);
+  });
+}
 
 Agent::~Agent() {
   Shutdown();
@@ -202,6 +208,7 @@ void Agent::OnLost(const absl::Status& why) {
   // The coordinator waits for us as long; after that it has given up what we
   // were in.
   const uint64_t loss = ++losses_;
+  replicas_.CoordinatorLost(absl::Now());
   loop_.PostAfter(options_.deadlines.node_reconnect_grace, [this, loss, why] {
     if (loss != losses_) return;
     mover_.AbandonUpdates(ErrorStatus(
@@ -241,6 +248,24 @@ void Agent::OnCommand(v1::NodeCommand command) {
       data_.Post([this, command = std::move(command)] {
         mover_.EndUpdate(command.end_update());
       });
+      return;
+    case v1::NodeCommand::kPinUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.PinUpdate(command.pin_update());
+      });
+      return;
+    case v1::NodeCommand::kDropUpdate:
+      data_.Post([this, command = std::move(command)] {
+        mover_.DropUpdate(command.drop_update());
+      });
+      return;
+    case v1::NodeCommand::kReleaseSources:
+      data_.Post([this, command = std::move(command)] {
+        mover_.ReleaseSources(command.release_sources());
+      });
+      return;
+    case v1::NodeCommand::kDigestWorker:
+      replicas_.Digest(command.digest_worker());
       return;
     case v1::NodeCommand::kPauseReplica:
       replicas_.Pause(command.pause_replica());

@@ -41,6 +41,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
     transport::Memory* memory = nullptr;
     transport::GroupFactory* groups = nullptr;
     ProcessWatcher* processes = nullptr;
+    NodeJournal* journal = nullptr;
     // For sentences.
     std::string coordinator;
     // Of the cluster that this node belonged to before; empty: none.

@@ -99,6 +99,26 @@ void CoordinatorLoop::Prepare(
   });
 }
 
+void CoordinatorLoop::Change(
+    AdminRequest request, absl::Time deadline,
+    std::function<void(absl::StatusOr<AdminResponse>)> done) {
+  loop_.Post([this, request = std::move(request), deadline,
+              done = std::move(done)] {
+    const int64_t id = next_change_++;
+    PendingChange pending;
+    pending.done = done;
+    pending.timer = loop_.PostAt(deadline, [this, id] {
+      FinishChange(
+          id, ErrorStatus(absl::StatusCode::kDeadlineExceeded, "CALL_TIMEOUT",
+                          "the coordinator did not come to an end with "
+                          "this before the deadline; what was asked for "
+                          "goes on"));
+    });
+    changes_.emplace(id, std::move(pending));
+    Do(coordinator_.OnAdminRequest(Now(), id, request));
+  });
+}
+
 CoordinatorLoop::WatcherId CoordinatorLoop::Watch(Watcher watcher) {
   const WatcherId id = next_watcher_.fetch_add(1);
   loop_.Post([this, id, watcher = std::move(watcher)] {
@@ -116,6 +136,7 @@ void CoordinatorLoop::Stop() {
   loop_.Post([this] {
     watchers_.clear();
     prepares_.clear();
+    changes_.clear();
     peers_.clear();
   });
   loop_.Stop();
@@ -140,6 +161,16 @@ void CoordinatorLoop::FinishPrepare(
   if (it == prepares_.end()) return;
   PendingPrepare pending = std::move(it->second);
   prepares_.erase(it);
+  loop_.Cancel(pending.timer);
+  pending.done(std::move(result));
+}
+
+void CoordinatorLoop::FinishChange(int64_t request,
+                                   absl::StatusOr<AdminResponse> result) {
+  auto it = changes_.find(request);
+  if (it == changes_.end()) return;
+  PendingChange pending = std::move(it->second);
+  changes_.erase(it);
   loop_.Cancel(pending.timer);
   pending.done(std::move(result));
 }
@@ -175,6 +206,13 @@ void CoordinatorLoop::Do(Actions actions) {
         FinishPrepare(done->request, std::move(done->response));
       } else {
         FinishPrepare(done->request, status);
+      }
+    } else if (auto* call = absl::get_if<AdminDone>(&action)) {
+      const absl::Status status = FromFailure(call->failure);
+      if (status.ok()) {
+        FinishChange(call->request, std::move(call->response));
+      } else {
+        FinishChange(call->request, status);
       }
     }
   }

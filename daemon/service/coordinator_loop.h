@@ -57,7 +57,7 @@ class CoordinatorLoop {
   CoordinatorLoop(const CoordinatorLoop&) = delete;
   CoordinatorLoop& operator=(const CoordinatorLoop&) = delete;
 
-  // Constant.
+  // As it was at the start: an adoption changes both (GetCluster).
   const std::string& cluster_id() const { return cluster_id_; }
   int64_t term() const { return term_; }
 
@@ -72,6 +72,12 @@ class CoordinatorLoop {
   // deadline.
   void Prepare(v1::PrepareRequest request, absl::Time deadline,
                std::function<void(absl::StatusOr<v1::PrepareResponse>)> done);
+
+  // One of the calls that change something; `done` is called on the loop, with
+  // a response of the call's own type. DEADLINE_EXCEEDED (CALL_TIMEOUT) at the
+  // deadline, should the coordinator not have answered by itself.
+  void Change(AdminRequest request, absl::Time deadline,
+              std::function<void(absl::StatusOr<AdminResponse>)> done);
 
   // Calls `watcher` on the loop at every change of any version, until Unwatch.
   // After Unwatch it may be called once more.
@@ -90,6 +96,11 @@ class CoordinatorLoop {
     Loop::TimerId timer = 0;
   };
 
+  struct PendingChange {
+    std::function<void(absl::StatusOr<AdminResponse>)> done;
+    Loop::TimerId timer = 0;
+  };
+
   CoordinatorLoop(CoordinatorOptions options, std::unique_ptr<Journal> journal,
                   FaultPoint fault_point);
 
@@ -99,6 +110,7 @@ class CoordinatorLoop {
   absl::Time Now();
   void FinishPrepare(int64_t request,
                      absl::StatusOr<v1::PrepareResponse> result);
+  void FinishChange(int64_t request, absl::StatusOr<AdminResponse> result);
 
   Loop loop_{"ws-coordinator"};
   const std::unique_ptr<Journal> journal_;
@@ -113,6 +125,8 @@ class CoordinatorLoop {
   std::map<WatcherId, Watcher> watchers_;
   std::map<int64_t, PendingPrepare> prepares_;
   int64_t next_prepare_ = 1;
+  std::map<int64_t, PendingChange> changes_;
+  int64_t next_change_ = 1;
 
   std::atomic<uint64_t> next_stream_{1};
   std::atomic<WatcherId> next_watcher_{1};

@@ -8,6 +8,7 @@
 
 #include "daemon/node/layouts.h"
 #include "daemon/node/mover.h"
+#include "daemon/node/node_journal.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
 #include "daemon/service/loop.h"
@@ -38,6 +39,10 @@ struct NodeContext {
   Mover* mover = nullptr;
   transport::Memory* memory = nullptr;
   ProcessWatcher* processes = nullptr;
+  // On the loop.
+  NodeJournal* journal = nullptr;
+  // The newest term that was seen.
+  const int64_t* term = nullptr;
 };
 
 // transport's reasons for what clients ask for, under the names that the API

@@ -40,6 +40,12 @@ absl::Status LeftStatus(const std::string& who, const absl::Status& why) {
                      absl::StrCat(who, " is lost: ", why.message()));
 }
 
+// The pause that it was asked for last is none: PAUSE_MODE_NONE.
+template <typename Control>
+bool IsNoPause(const Control& control) {
+  return control.offer.pause().mode() == v1::PAUSE_MODE_NONE;
+}
+
 bool IsUnreachable(const absl::Status& status) {
   return ErrorReason(status) == "COORDINATOR_UNREACHABLE";
 }
@@ -160,8 +166,12 @@ void ReplicaSessions::Heard(const ControlStream* stream,
       return;
     }
     case v1::ReplicaReport::kPaused: {
-      if (!report.paused().has_failure())
+      if (!report.paused().has_failure() && !IsNoPause(*control))
         control->registration.set_paused(true);
+      if (report.paused().command_id() == control->own_command_id) {
+        control->own_command_id.clear();
+        return;
+      }
       v1::ReplicaPausedReport* paused = up.mutable_replica_paused();
       paused->set_model(control->registration.model());
       paused->set_replica(control->registration.replica());
@@ -176,6 +186,10 @@ void ReplicaSessions::Heard(const ControlStream* stream,
     case v1::ReplicaReport::kResumed: {
       if (!report.resumed().has_failure())
         control->registration.set_paused(false);
+      if (report.resumed().command_id() == control->own_command_id) {
+        control->own_command_id.clear();
+        return;
+      }
       v1::ReplicaResumedReport* resumed = up.mutable_replica_resumed();
       resumed->set_model(control->registration.model());
       resumed->set_replica(control->registration.replica());
@@ -194,8 +208,14 @@ void ReplicaSessions::Heard(const ControlStream* stream,
 
 void ReplicaSessions::Join(Control* control) {
   v1::NodeReport report;
-  *report.mutable_replica_joined()->mutable_registration() =
-      control->registration;
+  v1::ReplicaJoined* joined = report.mutable_replica_joined();
+  *joined->mutable_registration() = control->registration;
+  for (std::string& command_id : node_.journal->RefusedBy(
+           control->registration.model(), control->registration.replica(),
+           control->registration.incarnation())) {
+    *joined->add_refused_command_ids() = std::move(command_id);
+  }
+  joined->set_isolation_hold(control->isolation_hold);
   node_.link->Ask(
       std::move(report),
       [this, id = control->id](const absl::Status& status, const v1::Reply&) {
@@ -259,6 +279,8 @@ void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
     node_.link->Report(std::move(report));
     return;
   }
+  control->offer = command;
+  control->commit.Clear();
   v1::ReplicaCommand relayed;
   *relayed.mutable_pause() = command.pause();
   control->stream->Write(std::move(relayed));
@@ -279,6 +301,9 @@ void ReplicaSessions::Resume(const v1::ResumeReplicaCommand& command) {
     node_.link->Report(std::move(report));
     return;
   }
+  control->offer.Clear();
+  control->commit.Clear();
+  control->isolation_hold = false;
   v1::ReplicaCommand relayed;
   *relayed.mutable_resume() = command.resume();
   control->stream->Write(std::move(relayed));
@@ -359,9 +384,18 @@ void ReplicaSessions::Heard(const WorkerStream* stream,
       installed->clear_version();
       if (worker->command.update_id() == report.writing().update_id()) {
         installed->set_version(worker->command.version());
+      } else {
+        installed->set_version(
+            streams_.VersionOf(id, report.writing().update_id()));
       }
       return;
     }
+    case v1::WorkerReport::kStreamBucketTaken:
+      streams_.Taken(id, report.stream_bucket_taken());
+      return;
+    case v1::WorkerReport::kTensorDigests:
+      Digested(worker, report.tensor_digests());
+      return;
     case v1::WorkerReport::kApplied:
       Applied(worker, report.applied());
       return;
@@ -374,6 +408,9 @@ void ReplicaSessions::Join(Worker* worker) {
   v1::NodeReport report;
   *report.mutable_worker_joined()->mutable_registration() =
       worker->registration;
+  // It counts for nothing before there is room for what it wants: a replica
+  // that was paused for an update would wait, paused, for pages to be made.
+  report.mutable_worker_joined()->set_ready(worker->accepted);
   node_.link->Ask(
       std::move(report), [this, id = worker->id](const absl::Status& status,
                                                  const v1::Reply& reply) {
@@ -391,7 +428,15 @@ void ReplicaSessions::Join(Worker* worker) {
                          [this, id, tensor_bytes](const absl::Status& status) {
                            Worker* worker = FindWorker(id);
                            if (worker == nullptr || worker->accepted) return;
-                           if (status.ok()) {
+                           // STREAM is for nodes with no room; a STAGE update
+                           // is refused when it is prepared.
+                           const bool no_room =
+                               ErrorReason(status) == "NO_STORE_ROOM";
+                           LOG_IF(WARNING, no_room)
+                               << worker->Name()
+                               << " can only be reached by STREAM: "
+                               << status.message();
+                           if (status.ok() || no_room) {
                              Accept(worker, tensor_bytes);
                            } else {
                              EndWorker(id, ApiStatus(status));
@@ -423,6 +468,7 @@ void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
       return;
     }
   }
+  Join(worker);
   if (worker->early != nullptr) {
     const std::unique_ptr<v1::ApplyWorker> early = std::move(worker->early);
     Apply(*early);
@@ -436,6 +482,7 @@ void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
   workers_.erase(it);
   worker_streams_.erase(worker->stream.get());
   EndApply(worker.get());
+  streams_.Left(id);
   if (worker->named) {
     const v1::RegisterWorker& registration = worker->registration;
     const absl::Status left = LeftStatus(worker->Name(), why);
@@ -523,6 +570,52 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
     worker->early = std::make_unique<v1::ApplyWorker>(command);
     return;
   }
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control != nullptr &&
+      control->offer.pause().update_id() == command.update_id()) {
+    control->commit = command;
+  }
+  const absl::StatusOr<bool> streamed =
+      streams_.Complete(worker->id, command.update_id());
+  if (!streamed.ok()) {
+    ReportApplyFailure(command, streamed.status(),
+                       &worker->registration.installed());
+    return;
+  }
+  if (*streamed) {
+    // It has every byte already.
+    StartApply(worker, command);
+    v1::WorkerCommand end;
+    end.mutable_end_stream()->set_update_id(command.update_id());
+    end.mutable_end_stream()->set_command_id(command.command_id());
+    end.mutable_end_stream()->set_complete(true);
+    worker->stream->Write(std::move(end));
+    return;
+  }
+  const v1::InstalledState& installed = worker->registration.installed();
+  if (installed.state() == v1::InstalledState::STATE_INSTALLED &&
+      installed.update_id() == command.update_id()) {
+    // It writes nothing and says so, wherever the bytes are now.
+    StartApply(worker, command);
+    v1::WorkerCommand relayed;
+    *relayed.mutable_apply() = MakeApply(command);
+    worker->stream->Write(std::move(relayed));
+    return;
+  }
+  // Whatever it was told before, an engine that generates is not written to.
+  if (control != nullptr && !control->registration.paused() &&
+      !control->registration.atomic_swap()) {
+    ReportApplyFailure(
+        command,
+        ErrorStatus(
+            absl::StatusCode::kFailedPrecondition, "REPLICA_RUNNING",
+            absl::StrCat(ReplicaName(command.model(), command.replica()),
+                         " is not paused: it has resumed by itself, or "
+                         "was never asked; pause it first")),
+        &installed);
+    return;
+  }
   // Plans take their time, and the layout may still be computed: both on the
   // data loop, behind the commands that came before.
   node_.data->Post([this, id = worker->id, command,
@@ -555,6 +648,8 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
   absl::Status status = located->status;
   for (const v1::BucketLocation& bucket : located->update.buckets) {
     if (!status.ok()) break;
+    // An empty bucket lies nowhere.
+    if (bucket.slot().arena_id().empty()) continue;
     status = Offer(worker, bucket.slot().arena_id());
   }
   if (!status.ok()) {
@@ -563,33 +658,40 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
     ReportApplyFailure(command, status, &worker->registration.installed());
     return;
   }
-  if (worker->layouts.insert(command.layout_id()).second) {
-    v1::WorkerCommand plan;
-    *plan.mutable_copy_plan() = *located->plan;
-    worker->stream->Write(std::move(plan));
+  SendPlan(id, *located->plan);
+  StartApply(worker, command);
+  worker->pin = std::move(located->update.pin);
+  v1::WorkerCommand relayed;
+  *relayed.mutable_apply() = MakeApply(command);
+  for (v1::BucketLocation& bucket : located->update.buckets) {
+    *relayed.mutable_apply()->add_buckets() = std::move(bucket);
   }
+  worker->stream->Write(std::move(relayed));
+}
+
+v1::ApplyUpdate ReplicaSessions::MakeApply(
+    const v1::ApplyWorker& command) const {
+  v1::ApplyUpdate apply;
+  apply.set_update_id(command.update_id());
+  apply.set_version(command.version());
+  apply.set_step(command.step());
+  apply.set_layout_id(command.layout_id());
+  apply.set_commit_term(command.commit_term());
+  apply.set_command_id(command.command_id());
+  *apply.mutable_timeout() = command.timeout();
+  return apply;
+}
+
+void ReplicaSessions::StartApply(Worker* worker,
+                                 const v1::ApplyWorker& command) {
   EndApply(worker);
   worker->command = command;
   worker->command_id = command.command_id();
-  worker->pin = std::move(located->update.pin);
-  v1::WorkerCommand relayed;
-  v1::ApplyUpdate* apply = relayed.mutable_apply();
-  apply->set_update_id(command.update_id());
-  apply->set_version(command.version());
-  apply->set_step(command.step());
-  apply->set_layout_id(command.layout_id());
-  apply->set_commit_term(command.commit_term());
-  apply->set_command_id(command.command_id());
-  *apply->mutable_timeout() = command.timeout();
-  for (v1::BucketLocation& bucket : located->update.buckets) {
-    *apply->add_buckets() = std::move(bucket);
-  }
-  worker->stream->Write(std::move(relayed));
-
   const absl::Duration timeout = command.has_timeout()
                                      ? DecodeDuration(command.timeout())
                                      : node_.options->deadlines.apply;
-  worker->timer = node_.loop->PostAfter(timeout, [this, id, command, timeout] {
+  worker->timer = node_.loop->PostAfter(timeout, [this, id = worker->id,
+                                                  command, timeout] {
     Worker* worker = FindWorker(id);
     if (worker == nullptr || worker->command_id != command.command_id()) return;
     const absl::Status late = ErrorStatus(
@@ -625,7 +727,10 @@ void ReplicaSessions::Applied(Worker* worker,
               applied.update_id() == worker->command.update_id()
           ? worker->command_id
           : applied.command_id();
-  up->set_command_id(command_id);
+  // A stream that was given up answers no ApplyWorker.
+  if (command_id != WorkerStreams::CommandOf(applied.update_id())) {
+    up->set_command_id(command_id);
+  }
   if (command_id == worker->command_id) EndApply(worker);
   node_.link->Report(std::move(report));
 }
@@ -653,9 +758,106 @@ void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command,
   node_.link->Report(std::move(report));
 }
 
+// ---- Verifying ----
+
+void ReplicaSessions::Digest(const v1::DigestWorker& command) {
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
+  if (worker == nullptr || !worker->accepted) {
+    v1::NodeReport report;
+    v1::WorkerDigests* up = report.mutable_worker_digests();
+    up->set_model(command.model());
+    up->set_replica(command.replica());
+    up->set_worker_index(command.worker_index());
+    up->set_incarnation(command.incarnation());
+    up->mutable_digests()->set_command_id(command.digest().command_id());
+    *up->mutable_digests()->mutable_failure() = ToFailure(
+        NotHere("WORKER_LOST",
+                absl::StrCat("worker ", command.worker_index(), " of ",
+                             ReplicaName(command.model(), command.replica()))));
+    node_.link->Report(std::move(report));
+    return;
+  }
+  v1::WorkerCommand relayed;
+  *relayed.mutable_digest_tensors() = command.digest();
+  worker->stream->Write(std::move(relayed));
+}
+
+void ReplicaSessions::Digested(Worker* worker,
+                               const v1::TensorDigests& digests) {
+  v1::NodeReport report;
+  v1::WorkerDigests* up = report.mutable_worker_digests();
+  up->set_model(worker->registration.model());
+  up->set_replica(worker->registration.replica());
+  up->set_worker_index(worker->registration.worker_index());
+  up->set_incarnation(worker->registration.incarnation());
+  *up->mutable_digests() = digests;
+  node_.link->Report(std::move(report));
+}
+
+// ---- What streams need of a worker ----
+
+uint64_t ReplicaSessions::FindStreamWorker(const std::string& model,
+                                           const v1::StreamWorker& worker) {
+  const Worker* found = FindWorker(model, worker.replica(),
+                                   worker.worker_index(), worker.incarnation());
+  return found == nullptr || !found->accepted ? 0 : found->id;
+}
+
+const WantedTensors* ReplicaSessions::TensorsOf(uint64_t worker) {
+  return &FindWorker(worker)->registration.tensors();
+}
+
+std::string ReplicaSessions::NameOf(uint64_t worker) {
+  const Worker* found = FindWorker(worker);
+  return found == nullptr ? "a worker that has left" : found->Name();
+}
+
+void ReplicaSessions::Send(uint64_t worker, v1::WorkerCommand command) {
+  Worker* found = FindWorker(worker);
+  if (found != nullptr) found->stream->Write(std::move(command));
+}
+
+void ReplicaSessions::SendPlan(uint64_t worker, const v1::CopyPlan& plan) {
+  Worker* found = FindWorker(worker);
+  if (found == nullptr || !found->layouts.insert(plan.layout_id()).second) {
+    return;
+  }
+  v1::WorkerCommand command;
+  *command.mutable_copy_plan() = plan;
+  found->stream->Write(std::move(command));
+}
+
+absl::Status ReplicaSessions::OfferStore(uint64_t worker,
+                                         const std::string& arena_id) {
+  Worker* found = FindWorker(worker);
+  if (found == nullptr) return NotHere("WORKER_LOST", "the worker");
+  return Offer(found, arena_id);
+}
+
+absl::Status ReplicaSessions::OfferMemory(uint64_t worker,
+                                          const std::string& arena_id,
+                                          const transport::Segment& arena) {
+  Worker* found = FindWorker(worker);
+  if (found == nullptr) return NotHere("WORKER_LOST", "the worker");
+  if (found->offers.Has(arena_id)) return absl::OkStatus();
+  absl::StatusOr<v1::ArenaOffer> offer = found->offers.Make(
+      node_.memory, arena_id, arena, found->process, /*read_only=*/true);
+  if (!offer.ok()) return offer.status();
+  v1::WorkerCommand command;
+  *command.mutable_arena() = *std::move(offer);
+  found->stream->Write(std::move(command));
+  return absl::OkStatus();
+}
+
+void ReplicaSessions::GiveUp(uint64_t worker, const absl::Status& why) {
+  EndWorker(worker, why);
+}
+
 // ---- The coordinator, time, and the end ----
 
 void ReplicaSessions::Announce() {
+  away_since_ = absl::InfiniteFuture();
   for (const auto& entry : controls_) {
     if (entry.second->named) Join(entry.second.get());
   }
@@ -664,7 +866,165 @@ void ReplicaSessions::Announce() {
   }
 }
 
+void ReplicaSessions::CoordinatorLost(absl::Time now) {
+  if (now < away_since_) away_since_ = now;
+  for (const auto& control : controls_) control.second->alarmed = false;
+}
+
+std::vector<ReplicaSessions::Worker*> ReplicaSessions::WorkersOf(
+    const Control& control) const {
+  std::vector<Worker*> workers;
+  for (const auto& entry : workers_) {
+    const v1::RegisterWorker& registration = entry.second->registration;
+    if (entry.second->named && entry.second->accepted &&
+        registration.model() == control.registration.model() &&
+        registration.replica() == control.registration.replica() &&
+        registration.incarnation() == control.registration.incarnation()) {
+      workers.push_back(entry.second.get());
+    }
+  }
+  return workers;
+}
+
+AwayReplica ReplicaSessions::LookAt(const Control& control,
+                                    absl::Time now) const {
+  AwayReplica replica;
+  replica.away = now - away_since_;
+  replica.paused = control.registration.paused();
+  replica.busy = !control.own_command_id.empty();
+  replica.worker_count = control.registration.worker_count();
+  for (const Worker* worker : WorkersOf(control)) {
+    AwayWorker w;
+    const v1::InstalledState& installed = worker->registration.installed();
+    w.update_id = installed.update_id();
+    w.busy = !worker->command_id.empty();
+    if (installed.state() == v1::InstalledState::STATE_INSTALLED) {
+      w.state = AwayWorker::State::kInstalled;
+    } else if (installed.state() == v1::InstalledState::STATE_WRITING) {
+      w.state = AwayWorker::State::kWriting;
+    }
+    replica.workers.push_back(std::move(w));
+  }
+  replica.offered = control.offer.pause().update_id();
+  replica.committed = !control.commit.update_id().empty();
+  replica.may_refuse = control.offer.may_refuse();
+  replica.barrier_timeout =
+      control.offer.has_barrier_timeout()
+          ? DecodeDuration(control.offer.barrier_timeout())
+          : absl::InfiniteDuration();
+  replica.grace = node_.options->deadlines.node_reconnect_grace;
+  replica.pause_on_isolation = node_.options->pause_on_isolation;
+  replica.max_staleness = node_.options->deadlines.max_staleness;
+  return replica;
+}
+
+void ReplicaSessions::CheckAway(absl::Time now) {
+  if (now < away_since_) return;
+  for (const auto& entry : controls_) {
+    Control* control = entry.second.get();
+    if (control->accepted) Act(control, DecideAway(LookAt(*control, now)));
+  }
+}
+
+void ReplicaSessions::Act(Control* control, AwayAction action) {
+  const std::string name = ReplicaName(control->registration.model(),
+                                       control->registration.replica());
+  const std::string& update_id = control->offer.pause().update_id();
+  switch (action) {
+    case AwayAction::kNothing:
+      return;
+    case AwayAction::kAlarm:
+      if (!control->alarmed) {
+        LOG(ERROR) << name << " stays paused for update " << update_id
+                   << ": the coordinator does not come back, and this node "
+                      "cannot know what became of the update elsewhere. "
+                      "Start the coordinator again";
+      }
+      control->alarmed = true;
+      return;
+    case AwayAction::kRefuse: {
+      RefusedOffer offer;
+      offer.model = control->registration.model();
+      offer.replica = control->registration.replica();
+      offer.incarnation = control->registration.incarnation();
+      offer.command_id = control->offer.pause().command_id();
+      offer.update_id = update_id;
+      offer.term = *node_.term;
+      const absl::Status status = node_.journal->Refuse(offer);
+      // Whether it is on the disk is not known: nobody may act on it.
+      LOG_IF(FATAL, !status.ok()) << "the node's journal: " << status;
+      LOG(WARNING) << name << " refuses update " << update_id
+                   << ", whose coordinator is away, and resumes what it has";
+      v1::InstalledState old;
+      const std::vector<Worker*> workers = WorkersOf(*control);
+      if (!workers.empty()) old = workers[0]->registration.installed();
+      ResumeOwn(control, absl::StrCat("refused/", offer.command_id), old,
+                /*weights_changed=*/false);
+      return;
+    }
+    case AwayAction::kResume: {
+      LOG(WARNING) << name << " has update " << update_id
+                   << " whole and resumes on it while the coordinator is away";
+      v1::InstalledState now;
+      now.set_state(v1::InstalledState::STATE_INSTALLED);
+      now.set_update_id(update_id);
+      now.set_version(control->commit.version());
+      ResumeOwn(control, absl::StrCat("finished/", update_id), now,
+                /*weights_changed=*/true);
+      return;
+    }
+    case AwayAction::kApply:
+      for (Worker* worker : WorkersOf(*control)) {
+        const v1::InstalledState& installed = worker->registration.installed();
+        if (installed.state() == v1::InstalledState::STATE_INSTALLED &&
+            installed.update_id() == update_id) {
+          continue;
+        }
+        v1::ApplyWorker command = control->commit;
+        command.set_worker_index(worker->registration.worker_index());
+        command.set_command_id(absl::StrCat(
+            "finish/", update_id, "/", worker->registration.worker_index()));
+        Apply(command);
+      }
+      return;
+    case AwayAction::kHold: {
+      LOG(ERROR) << name << " is paused: the coordinator has been away for "
+                 << "longer than --max_staleness";
+      control->isolation_hold = true;
+      control->own_command_id = absl::StrCat("isolation/", RandomId());
+      v1::ReplicaCommand command;
+      v1::PauseReplica* pause = command.mutable_pause();
+      pause->set_command_id(control->own_command_id);
+      pause->set_mode(v1::PAUSE_MODE_DRAIN);
+      *pause->mutable_timeout() =
+          EncodeDuration(node_.options->deadlines.pause);
+      control->stream->Write(std::move(command));
+      return;
+    }
+  }
+}
+
+void ReplicaSessions::ResumeOwn(Control* control, const std::string& command_id,
+                                const v1::InstalledState& installed,
+                                bool weights_changed) {
+  v1::ReplicaCommand command;
+  v1::ResumeReplica* resume = command.mutable_resume();
+  resume->set_command_id(command_id);
+  if (installed.state() == v1::InstalledState::STATE_INSTALLED) {
+    resume->set_update_id(installed.update_id());
+    resume->set_version(installed.version());
+  }
+  resume->set_step(weights_changed ? control->commit.step() : 0);
+  resume->set_mode(control->offer.pause().mode());
+  resume->set_weights_changed(weights_changed);
+  control->own_command_id = command_id;
+  control->offer.Clear();
+  control->commit.Clear();
+  control->stream->Write(std::move(command));
+}
+
 void ReplicaSessions::CheckLeases(absl::Time now) {
+  CheckAway(now);
   std::vector<std::pair<uint64_t, absl::Status>> controls, workers;
   for (const auto& entry : controls_) {
     absl::Status status = entry.second->CheckTime(now, node_);

@@ -5,10 +5,12 @@
 //   control stream:  RegisterReplica -> ReplicaJoined -> ReplicaRegistered
 //                    PauseReplica, ResumeReplica and their answers are relayed
 //   worker stream:   RegisterWorker -> WorkerJoined -> room in the store ->
-//   WorkerRegistered,
-//                    then the store's arenas
+//                    WorkerRegistered, the store's arenas, then WorkerJoined
+//                    once more: ready
 //                    ApplyWorker -> (arenas, CopyPlan if new) ApplyUpdate ->
 //                    WorkerApplied
+//                    DigestWorker -> DigestTensors -> TensorDigests
+//                    STREAM: worker_streams.h
 //
 // What the coordinator says to one that is not here (any more) is answered with
 // a failure.
@@ -21,14 +23,17 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "daemon/node/away.h"
 #include "daemon/node/copy_plan.h"
 #include "daemon/node/store.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "daemon/service/worker_streams.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/replica.pb.h"
 
@@ -36,13 +41,17 @@ namespace weightsync {
 namespace daemon {
 
 // All on the node's loop.
-class ReplicaSessions {
+class ReplicaSessions : private WorkerStreams::Host {
  public:
   using ControlStream = ServerStream<v1::ReplicaReport, v1::ReplicaCommand>;
   using WorkerStream = ServerStream<v1::WorkerReport, v1::WorkerCommand>;
 
   // `node` outlives the sessions.
-  explicit ReplicaSessions(const NodeContext* node) : node_(*node) {}
+  explicit ReplicaSessions(const NodeContext* node)
+      : node_(*node), streams_(node, &plans_, this) {}
+
+  // For the mover, on any thread.
+  StreamSink* stream_sink() { return &streams_; }
 
   // ---- Streams: what the service passes on ----
   void Open(std::shared_ptr<ControlStream> stream);
@@ -57,12 +66,16 @@ class ReplicaSessions {
   void Pause(const v1::PauseReplicaCommand& command);
   void Resume(const v1::ResumeReplicaCommand& command);
   void Apply(const v1::ApplyWorker& command);
+  void Digest(const v1::DigestWorker& command);
   void Refuse(const v1::RefuseReplica& command);
   void Refuse(const v1::RefuseWorker& command);
 
   // ---- The store ----
   void ArenaAdded(const std::string& arena_id);
   void ArenaDropped(const std::string& arena_id);
+
+  // ---- While the coordinator is away: daemon/node/away.h ----
+  void CoordinatorLost(absl::Time now);
 
   // ---- Time, and the end ----
   void CheckLeases(absl::Time now);
@@ -74,6 +87,17 @@ class ReplicaSessions {
   struct Control : Lease<v1::ReplicaReport, v1::ReplicaCommand> {
     // `paused` is kept as it is now.
     v1::RegisterReplica registration;
+    // The update that it was asked to pause for last, until it is resumed.
+    v1::PauseReplicaCommand offer;
+    // Of the first ApplyWorker for that update.
+    v1::ApplyWorker commit;
+    // What the node itself has asked the engine for; empty: nothing, or it has
+    // been answered.
+    std::string own_command_id;
+    // Paused by the node itself.
+    bool isolation_hold = false;
+    // Said that it has to stay paused.
+    bool alarmed = false;
   };
 
   struct Worker : Lease<v1::WorkerReport, v1::WorkerCommand> {
@@ -92,6 +116,13 @@ class ReplicaSessions {
 
     std::string Name() const;
   };
+
+  void CheckAway(absl::Time now);
+  AwayReplica LookAt(const Control& control, absl::Time now) const;
+  void Act(Control* control, AwayAction action);
+  void ResumeOwn(Control* control, const std::string& command_id,
+                 const v1::InstalledState& installed, bool weights_changed);
+  std::vector<Worker*> WorkersOf(const Control& control) const;
 
   Control* FindControl(uint64_t id);
   Worker* FindWorker(uint64_t id);
@@ -114,6 +145,23 @@ class ReplicaSessions {
   void Send(uint64_t id, const v1::ApplyWorker& command,
             const std::shared_ptr<Located>& located);
   void Applied(Worker* worker, const v1::WorkerApplied& applied);
+  void Digested(Worker* worker, const v1::TensorDigests& digests);
+  // Who the worker is at now, and until when.
+  void StartApply(Worker* worker, const v1::ApplyWorker& command);
+  v1::ApplyUpdate MakeApply(const v1::ApplyWorker& command) const;
+
+  // WorkerStreams::Host.
+  uint64_t FindStreamWorker(const std::string& model,
+                            const v1::StreamWorker& worker) override;
+  const WantedTensors* TensorsOf(uint64_t worker) override;
+  std::string NameOf(uint64_t worker) override;
+  void Send(uint64_t worker, v1::WorkerCommand command) override;
+  void SendPlan(uint64_t worker, const v1::CopyPlan& plan) override;
+  absl::Status OfferStore(uint64_t worker,
+                          const std::string& arena_id) override;
+  absl::Status OfferMemory(uint64_t worker, const std::string& arena_id,
+                           const transport::Segment& arena) override;
+  void GiveUp(uint64_t worker, const absl::Status& why) override;
   void EndApply(Worker* worker);
   void ReportApplyFailure(const v1::ApplyWorker& command,
                           const absl::Status& why,
@@ -122,7 +170,10 @@ class ReplicaSessions {
   const NodeContext& node_;
   // Not OK: nobody new is let in.
   absl::Status down_;
+  // Since when the coordinator is away; InfiniteFuture: it is there.
+  absl::Time away_since_ = absl::InfiniteFuture();
   CopyPlanCache plans_;
+  WorkerStreams streams_;
   uint64_t next_id_ = 1;
   std::map<uint64_t, std::unique_ptr<Control>> controls_;
   std::map<uint64_t, std::unique_ptr<Worker>> workers_;

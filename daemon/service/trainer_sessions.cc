@@ -189,8 +189,10 @@ void TrainerSessions::End(uint64_t id, const absl::Status& why) {
     node_.link->Report(std::move(report));
     node_.room->Leave(session->identity.model(), RoomOf(session->identity));
   }
-  for (const auto& arena : session->arenas)
+  for (const auto& arena : session->arenas) {
     arena_bytes_ -= arena.second->bytes();
+    arena_gone_(arena.first);
+  }
   // Giving gigabytes back takes its time; the client hears that it is over when
   // they are free.
   node_.reserving->Post([loop = node_.loop, node = &node_,
@@ -282,8 +284,9 @@ TrainerSessions::Resolve(const Session& session,
               absl::StrCat("a region of ", region.size_bytes(),
                            " bytes in an arena of ", arena->second->bytes()));
         }
-        registration->regions.push_back(
-            {arena->second->data(), region.size_bytes(), /*guard=*/false});
+        registration->regions.push_back({arena->second->data(),
+                                         region.size_bytes(), /*guard=*/false,
+                                         arena->second, arena->first});
         registration->memory.push_back(arena->second);
         break;
       }
@@ -296,8 +299,9 @@ TrainerSessions::Resolve(const Session& session,
                                           /*writable=*/false);
         if (!mapped.ok()) return ApiStatus(mapped.status());
         std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
-        registration->regions.push_back(
-            {memory->data(), region.size_bytes(), !memory->sealed()});
+        registration->regions.push_back({memory->data(), region.size_bytes(),
+                                         !memory->sealed(),
+                                         /*arena=*/nullptr, /*arena_id=*/""});
         registration->memory.push_back(memory);
         break;
       }
@@ -446,7 +450,8 @@ void TrainerSessions::PublishVersion(
                          "runs; repeat it with "
                          "the same request_id")));
       });
-  node_.link->Ask(std::move(report), [this, id = session->id, answer, timer](
+  node_.link->Ask(std::move(report), [this, id = session->id, answer, timer,
+                                      options = request.options()](
                                          const absl::Status& status,
                                          const v1::Reply& reply) {
     Session* session = Find(id);
@@ -476,12 +481,13 @@ void TrainerSessions::PublishVersion(
     }
     // Copied even if the caller has given up: the update waits for this rank's
     // bytes.
-    Copy(session, opened, answer);
+    Copy(session, opened, options, answer);
   });
 }
 
 void TrainerSessions::Copy(
     Session* session, const v1::PublishOpened& opened,
+    const v1::UpdateOptions& options,
     std::shared_ptr<Answer<v1::PublishVersionResponse>> answer) {
   auto& waiting = session->copying[opened.update_id()];
   waiting.push_back(std::move(answer));
@@ -496,6 +502,8 @@ void TrainerSessions::Copy(
   source.shards = session->registration->shards;
   source.keep_alive = session->registration;
   source.cancel = session->cancel;
+  source.in_place = options.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
+  source.verify_source = options.verify_source();
   // Through `data`, so that the layout that came before it is known.
   node_.data->Post([this, id = session->id,
                     source = std::move(source)]() mutable {

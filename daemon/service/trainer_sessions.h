@@ -12,6 +12,7 @@
 #define WEIGHTSYNC_DAEMON_SERVICE_TRAINER_SESSIONS_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -69,6 +70,11 @@ class TrainerSessions {
 
   int64_t arena_bytes() const { return arena_bytes_; }
 
+  // Told when an arena of a trainer goes that workers may have mapped.
+  void OnArenaGone(std::function<void(const std::string& arena_id)> gone) {
+    arena_gone_ = std::move(gone);
+  }
+
  private:
   // What RegisterShards registered. Immutable, and shared with copies that run.
   struct Registration {
@@ -117,6 +123,7 @@ class TrainerSessions {
   void Copied(uint64_t id, const std::string& update_id,
               const absl::StatusOr<SnapshotResult>& result);
   void Copy(Session* session, const v1::PublishOpened& opened,
+            const v1::UpdateOptions& options,
             std::shared_ptr<Answer<v1::PublishVersionResponse>> answer);
 
   const NodeContext& node_;
@@ -127,6 +134,8 @@ class TrainerSessions {
   absl::flat_hash_map<const Stream*, uint64_t> by_stream_;
   absl::flat_hash_map<std::string, uint64_t> by_name_;
   int64_t arena_bytes_ = 0;
+  std::function<void(const std::string&)> arena_gone_ = [](const std::string&) {
+  };
 };
 
 }  // namespace daemon

@@ -20,11 +20,6 @@ absl::Status Invalid(absl::string_view reason, absl::string_view message) {
   return ErrorStatus(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-absl::Status Unimplemented(absl::string_view reason,
-                           absl::string_view message) {
-  return ErrorStatus(absl::StatusCode::kUnimplemented, reason, message);
-}
-
 // For sentences: a name may be anything, and long.
 std::string Quote(absl::string_view name) {
   return name.size() <= 200 ? absl::StrCat("\"", name, "\"")
@@ -409,44 +404,8 @@ absl::Status CheckPublish(const v1::PublishVersionRequest& request) {
                    absl::StrCat("request_id has ", request.request_id().size(),
                                 " bytes; at most 128"));
   }
-  const v1::UpdateOptions& options = request.options();
-  if (options.publish_mode() != v1::PUBLISH_MODE_UNSPECIFIED &&
-      options.publish_mode() != v1::PUBLISH_MODE_SNAPSHOT) {
-    return Unimplemented(
-        "PUBLISH_MODE_UNIMPLEMENTED",
-        absl::StrCat("publish_mode ",
-                     v1::PublishMode_Name(options.publish_mode()),
-                     " does not exist yet; use PUBLISH_MODE_SNAPSHOT"));
-  }
-  if (options.update_mode() != v1::UPDATE_MODE_UNSPECIFIED &&
-      options.update_mode() != v1::UPDATE_MODE_STAGE) {
-    return Unimplemented(
-        "UPDATE_MODE_UNIMPLEMENTED",
-        absl::StrCat("update_mode ", v1::UpdateMode_Name(options.update_mode()),
-                     " does not exist yet; use UPDATE_MODE_STAGE"));
-  }
-  if (options.pause_mode() != v1::PAUSE_MODE_UNSPECIFIED &&
-      options.pause_mode() != v1::PAUSE_MODE_DRAIN) {
-    return Unimplemented(
-        "PAUSE_MODE_UNIMPLEMENTED",
-        absl::StrCat("pause_mode ", v1::PauseMode_Name(options.pause_mode()),
-                     " does not exist yet; use PAUSE_MODE_DRAIN"));
-  }
-  if (options.commit_policy().has_rolling()) {
-    return Unimplemented(
-        "COMMIT_POLICY_UNIMPLEMENTED",
-        "commit_policy rolling does not exist yet; use lockstep");
-  }
-  if (options.allow_no_recovery()) {
-    return Unimplemented(
-        "OPTION_UNIMPLEMENTED",
-        "allow_no_recovery belongs to UPDATE_MODE_STREAM, which does not exist "
-        "yet; leave it out");
-  }
-  if (options.verify_source()) {
-    return Unimplemented("OPTION_UNIMPLEMENTED",
-                         "verify_source does not exist yet; leave it out");
-  }
+  // The options are the coordinator's to judge: they are one thing for all
+  // ranks.
   return absl::OkStatus();
 }
 

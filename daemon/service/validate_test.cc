@@ -145,25 +145,6 @@ TEST(ValidateTest, NamesThatComeTwice) {
             "DUPLICATE_NAME");
 }
 
-TEST(ValidateTest, OptionsThatComeLaterAreUnimplementedByName) {
-  const auto reason = [](const std::string& options) {
-    return ErrorReason(CheckPublish(
-        Parse<v1::PublishVersionRequest>("options { " + options + " }")));
-  };
-  EXPECT_EQ(reason(""), "");
-  EXPECT_EQ(
-      reason("pause_mode: PAUSE_MODE_DRAIN commit_policy { lockstep {} }"), "");
-  EXPECT_EQ(reason("publish_mode: PUBLISH_MODE_IN_PLACE"),
-            "PUBLISH_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason("update_mode: UPDATE_MODE_STREAM"),
-            "UPDATE_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason("pause_mode: PAUSE_MODE_NONE"), "PAUSE_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason("commit_policy { rolling { max_unavailable: 1 } }"),
-            "COMMIT_POLICY_UNIMPLEMENTED");
-  EXPECT_EQ(reason("allow_no_recovery: true"), "OPTION_UNIMPLEMENTED");
-  EXPECT_EQ(reason("verify_source: true"), "OPTION_UNIMPLEMENTED");
-}
-
 TEST(ValidateTest, Publishing) {
   v1::PublishVersionRequest request;
   request.set_version(-1);

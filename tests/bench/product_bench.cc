@@ -17,11 +17,21 @@
 //   applied   GB/s from the call of publish to the last worker's apply
 //   transfer  GB/s of the phase from the first byte to VERIFIED
 //   seconds   of that phase
+//   pause     seconds from the first replica's pause to the last one's resume
+//   stall     seconds that the trainer's publish took
 // Floors: what is measured beside it, in the same unit.
 //   memcpy    of as many bytes, by two threads, one call each
 //   memcpy_tensors  the same, one call for each tensor: where the C library
 //             streams round the cache only in large calls, this is slower
 //   sockets   of as many bytes to --sink, by the best of 1, 2 and 4 streams
+// With --predict two more lines, of the seconds of the transfer beside those
+// that were predicted:
+//   predict_…          by the cost model, for links as fast as the plain
+//   sockets
+//                      were just before, and copies as fast as the last ones;
+//                      the nodes share one machine's processors, so that
+//                      copying out takes its time from sending
+//   predict_…_learned  by the daemon, from the updates before
 #include <gflags/gflags.h>
 #include <unistd.h>
 
@@ -46,6 +56,7 @@
 #include "client/cc/trainer.h"
 #include "client/cc/worker.h"
 #include "glog/logging.h"
+#include "schedule/cost.h"
 #include "tests/bench/floor.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
@@ -59,6 +70,7 @@ DEFINE_int64(tensor_bytes, int64_t{32} << 20, "Size of its tensors.");
 DEFINE_string(replica, "r1", "Name of the replica.");
 DEFINE_bool(stay, false,
             "Stay until SIGTERM instead of the end of the standard input.");
+DEFINE_int32(copy_threads, 0, "Of the worker; 0: the library's choice.");
 DEFINE_int32(sink_port, 0, "Port of the sink of plain sockets; 0: none.");
 
 // Trainer.
@@ -66,10 +78,16 @@ DEFINE_string(bench, "", "Name of the benchmark in what is printed.");
 DEFINE_int32(replicas, 1, "How many replicas to wait for.");
 DEFINE_int32(warm_up, 2, "Updates that are not counted.");
 DEFINE_int32(runs, 5, "Updates that are counted.");
-DEFINE_string(value, "applied", "\"applied\", \"transfer\" or \"seconds\".");
+DEFINE_string(
+    value, "applied",
+    "\"applied\", \"transfer\", \"seconds\", \"pause\" or \"stall\".");
+DEFINE_bool(stream, false,
+            "UPDATE_MODE_STREAM and PUBLISH_MODE_IN_PLACE, with "
+            "allow_no_recovery.");
 DEFINE_string(floor, "memcpy",
               "\"memcpy\", \"memcpy_tensors\" or \"sockets\".");
 DEFINE_string(sink, "", "\"host:port\" of the sink of plain sockets.");
+DEFINE_bool(predict, false, "Compares predictions, too.");
 DEFINE_bool(verbose, false, "Prints every update to stderr.");
 
 namespace weightsync {
@@ -114,6 +132,7 @@ absl::Status RunWorker() {
   worker_options.replica = FLAGS_replica;
   worker_options.incarnation = incarnation;
   worker_options.client = "product_bench";
+  worker_options.copy_threads = FLAGS_copy_threads;
   absl::StatusOr<std::unique_ptr<client::Worker>> worker =
       client::Worker::Start(worker_options, MakeTensors(memory.data()));
   if (!worker.ok()) return worker.status();
@@ -171,11 +190,28 @@ absl::Status WaitForReplicas(v1::AdminService::Stub* admin) {
       serving, " of ", FLAGS_replicas, " replicas serve the model"));
 }
 
-// One update, and what was taken of it in the unit of the benchmark.
-absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
+bool InSeconds() {
+  return FLAGS_value == "seconds" || FLAGS_value == "pause" ||
+         FLAGS_value == "stall";
+}
+
+struct Update {
+  double value = 0;  // in the unit of the benchmark
+  double transfer_seconds = 0;
+  double predicted_seconds = 0;  // by the daemon
+  double copy_seconds = 0;       // out of the trainer
+};
+
+// One update, and what was taken of it.
+absl::StatusOr<Update> MeasureUpdate(client::Trainer* trainer) {
   const absl::Time start = absl::Now();
-  absl::StatusOr<client::PublishResult> published =
-      trainer->Publish(client::PublishOptions());
+  client::PublishOptions options;
+  if (FLAGS_stream) {
+    options.update.set_update_mode(v1::UPDATE_MODE_STREAM);
+    options.update.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+    options.update.set_allow_no_recovery(true);
+  }
+  absl::StatusOr<client::PublishResult> published = trainer->Publish(options);
   if (!published.ok()) return published.status();
   absl::StatusOr<v1::Version> version = trainer->Wait(*published, kPatience);
   if (!version.ok()) return version.status();
@@ -184,12 +220,19 @@ absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
         version->name(), " reached ", version->replicas_size(), " replicas"));
   }
   absl::Duration transfer;
+  absl::Duration predicted;
   for (const v1::PhaseTime& phase : version->phases()) {
-    if (phase.phase() == "transfer") transfer = FromProto(phase.measured());
+    if (phase.phase() != "transfer") continue;
+    transfer = FromProto(phase.measured());
+    predicted = FromProto(phase.predicted());
   }
   absl::Time applied = start;
+  absl::Time paused = absl::InfiniteFuture();
+  absl::Time resumed = start;
   for (const v1::ReplicaTimes& replica : version->replicas()) {
     applied = std::max(applied, FromProto(replica.applied_time()));
+    paused = std::min(paused, FromProto(replica.paused_time()));
+    resumed = std::max(resumed, FromProto(replica.resumed_time()));
   }
   if (FLAGS_verbose) {
     std::fprintf(stderr, "%s: stall %.3f s, copy %.3f s, applied %.3f s",
@@ -203,14 +246,37 @@ absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
     }
     std::fprintf(stderr, "\n");
   }
-  const absl::Duration time =
-      FLAGS_value == "applied" ? applied - start : transfer;
+  absl::Duration time = transfer;
+  if (FLAGS_value == "applied") time = applied - start;
+  if (FLAGS_value == "pause") time = resumed - paused;
+  if (FLAGS_value == "stall") time = published->stall;
   if (time <= absl::ZeroDuration()) {
     return absl::InternalError(
         absl::StrCat(version->name(), " says nothing of its times"));
   }
   const double seconds = absl::ToDoubleSeconds(time);
-  return FLAGS_value == "seconds" ? seconds : FLAGS_bytes / seconds / 1e9;
+  Update update;
+  update.value = InSeconds() ? seconds : FLAGS_bytes / seconds / 1e9;
+  update.transfer_seconds = absl::ToDoubleSeconds(transfer);
+  update.predicted_seconds = absl::ToDoubleSeconds(predicted);
+  update.copy_seconds = absl::ToDoubleSeconds(published->copy_duration);
+  return update;
+}
+
+// What the cost model expects of this model's way along a chain of all
+// replicas' nodes, over links of `rate` bytes a second, while copying it out
+// takes `copy_seconds`.
+double PredictTransfer(double rate, double copy_seconds) {
+  schedule::Flow flow;
+  flow.bytes = FLAGS_bytes;
+  for (int node = 1; node <= FLAGS_replicas; ++node) flow.chain.push_back(node);
+  std::vector<schedule::NodeLabels> nodes(FLAGS_replicas + 1);
+  schedule::CostEstimate cost;
+  cost.nodes.resize(nodes.size());
+  schedule::Rates rates;
+  rates.link = rate;
+  schedule::EstimateTransfer({flow}, nodes, rates, &cost);
+  return cost.transfer_seconds + copy_seconds;
 }
 
 absl::StatusOr<double> MeasureFloor(const WarmMemory& source,
@@ -232,7 +298,7 @@ absl::StatusOr<double> MeasureFloor(const WarmMemory& source,
     }
   }
   const double seconds = absl::ToDoubleSeconds(best);
-  return FLAGS_value == "seconds" ? seconds : FLAGS_bytes / seconds / 1e9;
+  return InSeconds() ? seconds : FLAGS_bytes / seconds / 1e9;
 }
 
 double Median(std::vector<double> values) {
@@ -276,24 +342,40 @@ absl::Status RunTrainer() {
   if (FLAGS_floor != "sockets") target.reset(new WarmMemory(FLAGS_bytes));
 
   std::vector<double> values, floors, ratios;
+  std::vector<double> transfers, predicted, predicted_ratios;
+  std::vector<double> learned, learned_ratios;
+  double copy_seconds = 0;
   for (int run = -FLAGS_warm_up; run < FLAGS_runs; ++run) {
     // What changes between versions must not be a whole model: it is the
     // trainer's own work, and not what is measured.
     for (int64_t i = 0; i < FLAGS_bytes; i += 4096) ++arena->data[i];
     absl::StatusOr<double> floor = MeasureFloor(source, target.get());
     if (!floor.ok()) return floor.status();
-    absl::StatusOr<double> value = MeasureUpdate(trainer->get());
-    if (!value.ok()) return value.status();
+    absl::StatusOr<Update> update = MeasureUpdate(trainer->get());
+    if (!update.ok()) return update.status();
+    const double expected = PredictTransfer(
+        FLAGS_value == "seconds" ? FLAGS_bytes / *floor : *floor * 1e9,
+        copy_seconds);
+    copy_seconds = update->copy_seconds;
     if (FLAGS_verbose) {
-      std::fprintf(stderr, "run %d: value %.4f floor %.4f\n", run, *value,
-                   *floor);
+      std::fprintf(stderr,
+                   "run %d: value %.4f floor %.4f, transfer %.4f s, predicted "
+                   "%.4f s, learned %.4f s\n",
+                   run, update->value, *floor, update->transfer_seconds,
+                   expected, update->predicted_seconds);
     }
     if (run < 0) continue;
-    values.push_back(*value);
+    values.push_back(update->value);
     floors.push_back(*floor);
-    ratios.push_back(*value / *floor);
+    ratios.push_back(update->value / *floor);
+    transfers.push_back(update->transfer_seconds);
+    predicted.push_back(expected);
+    predicted_ratios.push_back(update->transfer_seconds / expected);
+    learned.push_back(update->predicted_seconds);
+    learned_ratios.push_back(update->transfer_seconds /
+                             std::max(1e-9, update->predicted_seconds));
   }
-  const char* unit = FLAGS_value == "seconds" ? "s" : "GB/s";
+  const char* unit = InSeconds() ? "s" : "GB/s";
   std::printf(
       "{\"bench\": \"%s\", \"value\": %.4f, \"unit\": \"%s\", \"floor\": %.4f, "
       "\"floor_unit\": \"%s %s\", \"ratio\": %.4f, \"runs\": %zu}\n",

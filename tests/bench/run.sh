@@ -4,11 +4,21 @@
 #
 # Usage: tests/bench/run.sh [NAME ...] [--json] [--smoke] [--runs N] [--verbose]
 #   NAME      same_node_stage  publish to applied on one node, 1 GiB: GB/s over memcpy
+#             same_node_stream the same with STREAM and IN_PLACE: the worker copies straight from
+#                              the trainer's memory, 2 threads
+#             pause            how long a replica stands still for a STAGE update on one node, 1 GiB:
+#                              seconds over memcpy
+#             stall            how long a snapshot keeps the trainer from its work, 1 GiB: seconds
+#                              over memcpy
 #             same_node_stage_tensors  the same with tensors of 8 MiB: over memcpy, a call a tensor
 #             one_hop          first byte to VERIFIED between two network namespaces, 1 GiB:
 #                              GB/s over plain sockets
 #             fanout_1 _2 _4   256 MiB to so many nodes over links of 1 Gbit/s: seconds over
 #                              those of plain sockets to one node
+#             predict_one_hop predict_fanout_1 _2 _4   seconds of the same transfers beside
+#                              those predicted: by the cost model for links as fast as plain
+#                              sockets were just before; and (…_learned) by the daemon, from
+#                              the updates before
 #             daemon_memory    resident bytes of the daemon of same_node_stage beyond its arenas
 #             plan_deepseek plan_growth replan   time to plan; nothing moves
 #             Without names: all.
@@ -23,9 +33,12 @@ set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 . tests/bench/netns.sh
-readonly ALL=(same_node_stage same_node_stage_tensors daemon_memory one_hop fanout_1 fanout_2 fanout_4
+readonly ALL=(same_node_stage same_node_stage_tensors same_node_stream pause stall
+  daemon_memory one_hop fanout_1 fanout_2 fanout_4
+  predict_one_hop predict_fanout_1 predict_fanout_2 predict_fanout_4
   plan_deepseek plan_growth replan)
-readonly SMOKE=(same_node_stage daemon_memory one_hop fanout_2 plan_growth)
+readonly SMOKE=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_2
+  predict_fanout_2 plan_growth)
 readonly PORT=7670
 readonly SINK_PORT=7000
 
@@ -208,6 +221,18 @@ same_node_stage() {
   fi
 }
 
+# One value of updates on one node: `one_node NAME BYTES VALUE [FLAG ...]`.
+one_node() {
+  local name=$1 bytes=$2 value=$3
+  shift 3
+  open_stdin &&
+    start_daemon 0 $((bytes * 7 / 2)) &&
+    start_worker 0 --bytes="$bytes" --copy_threads=2 &&
+    worker_ready 0 0 &&
+    trainer --bench="$name" --bytes="$bytes" --runs="${runs:-5}" --value="$value" \
+      --floor=memcpy "$@"
+}
+
 same_node_stage_tensors() {
   local bytes=$1 size=--tensor_bytes=$((8 << 20))
   open_stdin &&
@@ -232,9 +257,18 @@ over_network() {
   for ((i = 1; i <= receivers; ++i)); do
     worker_ready $((i - 1)) "$i" || return 1
   done
+  local held=$work/over keep=$results status
+  : >"$held"
+  results=$held
   trainer --bench="$name" --bytes="$bytes" --replicas="$receivers" \
     --runs="${runs:-$default_runs}" --value="$value" --floor=sockets \
-    --sink="$(address 1):$SINK_PORT"
+    --sink="$(address 1):$SINK_PORT" --predict
+  status=$?
+  results=$keep
+  # One run serves both: what is measured, and what was predicted.
+  if wants "$name"; then grep -v '"bench": "predict_' "$held" >>"$results"; fi
+  if wants "predict_$name"; then grep '"bench": "predict_' "$held" >>"$results"; fi
+  return $status
 }
 
 plan() {
@@ -259,6 +293,7 @@ wants() {
 
 failed=0
 stage_done=
+network_done=
 for name in "${names[@]}"; do
   case "$name" in
     same_node_stage | daemon_memory)
@@ -268,10 +303,15 @@ for name in "${names[@]}"; do
       same_node_stage "${sizes[0]}" "$(wants same_node_stage && echo 1)" \
         "$(wants daemon_memory && echo 1)"
       ;;
+    same_node_stream) one_node "$name" "${sizes[0]}" applied --stream ;;
+    pause | stall) one_node "$name" "${sizes[0]}" "$name" ;;
     same_node_stage_tensors)
       same_node_stage_tensors "${sizes[0]}"
       ;;
-    one_hop | fanout_*)
+    one_hop | fanout_* | predict_*)
+      name=${name#predict_}
+      if [[ " $network_done " == *" $name "* ]]; then continue; fi
+      network_done+=" $name"
       if ((EUID != 0)); then
         echo "run.sh: $name is left out: network namespaces need root" >&2
         failed=1

@@ -274,6 +274,32 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Import(
   return arena;
 }
 
+absl::Status Arena::TakePlaceOf(Arena* old) {
+  if (map_bytes_ != old->map_bytes_ || bytes_ != old->bytes_ ||
+      data_ - map_ != old->data_ - old->map_ || !writable_ || !old->writable_) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, "ARENA_MISMATCH",
+        absl::StrCat("an arena of ", bytes_,
+                     " bytes cannot take the place of one of ", old->bytes_));
+  }
+  std::memcpy(data_, old->data_, static_cast<size_t>(bytes_));
+  void* moved = mremap(map_, map_bytes_, map_bytes_,
+                       MREMAP_MAYMOVE | MREMAP_FIXED, old->map_);
+  if (moved == MAP_FAILED) return NoMemory("cannot move an arena", errno);
+  map_ = old->map_;
+  data_ = old->data_;
+  generations_ =
+      reinterpret_cast<std::atomic<uint64_t>*>(map_ + sizeof(Header));
+  // What was there is gone with the move.
+  old->map_ = nullptr;
+  old->data_ = nullptr;
+  old->map_bytes_ = 0;
+  old->bytes_ = 0;
+  old->generations_ = nullptr;
+  old->generation_slots_ = 0;
+  return absl::OkStatus();
+}
+
 Arena::~Arena() {
   if (map_ != nullptr) munmap(map_, map_bytes_);
 }

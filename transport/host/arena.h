@@ -74,6 +74,13 @@ class Arena final : public Segment {
   // to it as well. FAILED_PRECONDITION (READ_ONLY).
   absl::StatusOr<UniqueFd> Share(bool read_only) const;
 
+  // Copies the bytes of `old`, which is as large and was mapped for writing by
+  // this process, and takes the place of its mapping: whoever holds addresses
+  // in it has this arena's memory under them from now on. `old` has no memory
+  // any more. REQUIRES: nobody writes to `old` meanwhile, and this arena's own
+  // address was given to nobody. FAILED_PRECONDITION (ARENA_MISMATCH).
+  absl::Status TakePlaceOf(Arena* old);
+
   // Where data() lies in the mapping: after the header.
   int64_t data_offset_bytes() const { return data_ - map_; }
 

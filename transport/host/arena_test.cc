@@ -197,6 +197,36 @@ TEST(ArenaImport, RefusesLessThanWasAnnounced) {
   EXPECT_EQ(ImportReason(*arena->Share(true), 10001), "ARENA_TOO_SMALL");
 }
 
+TEST(Arena, OneTakesThePlaceOfAnotherUnderItsAddresses) {
+  Arena::CreateOptions options;
+  options.keep_free_bytes = 0;
+  for (const int64_t bytes : {int64_t{10000}, int64_t{5} << 20}) {
+    auto old = Arena::Create(bytes, options);
+    auto fresh = Arena::Create(bytes, options);
+    ASSERT_TRUE(old.ok() && fresh.ok());
+    char* const address = (*old)->data();
+    for (int64_t i = 0; i < bytes; ++i) address[i] = static_cast<char>(i * 7);
+    ASSERT_TRUE((*fresh)->TakePlaceOf(old->get()).ok());
+    EXPECT_EQ((*fresh)->data(), address);
+    *old = nullptr;
+    for (int64_t i = 0; i < bytes; ++i) {
+      ASSERT_EQ(address[i], static_cast<char>(i * 7)) << i;
+    }
+    // It is the new arena's memory: whoever maps that sees what is written.
+    address[3] = 'x';
+    auto fd = (*fresh)->Share(/*read_only=*/true);
+    ASSERT_TRUE(fd.ok()) << fd.status();
+    Arena::ImportOptions import;
+    import.read_only = true;
+    auto seen = Arena::Import(*std::move(fd), import);
+    ASSERT_TRUE(seen.ok()) << seen.status();
+    EXPECT_EQ((*seen)->data()[3], 'x');
+    auto other = Arena::Create(bytes + 4096, options);
+    ASSERT_TRUE(other.ok());
+    EXPECT_EQ(ReasonOf((*other)->TakePlaceOf(fresh->get())), "ARENA_MISMATCH");
+  }
+}
+
 }  // namespace
 }  // namespace transport
 }  // namespace weightsync

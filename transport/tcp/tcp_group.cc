@@ -162,7 +162,10 @@ bool TcpGroup::MoveEnded() const {
   const bool sent = !has_outbound() ||
                     (move_.peer_complete && move_.chain_known) ||
                     move_.gave_up || !send_status_.ok();
-  return received && sent;
+  if (!received || !sent) return false;
+  // Whoever moves again at once must not be faster than the predecessor's word
+  // of this move.
+  return !has_inbound() || move_.chain_sent || !MoveResult().ok();
 }
 
 absl::Status TcpGroup::MoveResult() const {
@@ -348,6 +351,8 @@ void TcpGroup::TellChain() {
     number = move_.number;
   }
   inbound_->SendChain(number, chain);
+  absl::MutexLock lock(&mutex_);
+  if (move_.number == number) move_.chain_sent = true;
 }
 
 }  // namespace tcp

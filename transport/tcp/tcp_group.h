@@ -48,7 +48,8 @@ class TcpGroup final : public Group,
     bool chain_known = false;    // and has told how it went after it
     bool gave_up = false;        // the successor was told that no more comes
     absl::Status chain;
-    bool told_chain = false;  // the predecessor knows
+    bool told_chain = false;  // the predecessor is being told
+    bool chain_sent = false;  // and nothing of the next move goes before it
   };
 
   HopOptions Hop(int from) const;

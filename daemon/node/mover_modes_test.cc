@@ -1,0 +1,632 @@
+// Fetching from a holder, IN_PLACE, STREAM, and equal buckets: real bytes over
+// loopback between nodes of one process.
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "daemon/node/convert.h"
+#include "daemon/node/mover.h"
+#include "daemon/node/testing.h"
+#include "gtest/gtest.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using testing::kDeadline;
+using testing::ModelBuilder;
+using testing::ModelBytes;
+using testing::RankMemory;
+using testing::TestNode;
+using testing::TestSink;
+using testing::TestUpdate;
+using transport::ReasonOf;
+
+int64_t UsedBytes(TestNode& node) {
+  v1::MemoryUse use;
+  node.store().FillMemoryUse(&use);
+  return use.store_used_bytes();
+}
+
+bool Eventually(const std::function<bool()>& condition) {
+  const absl::Time deadline = absl::Now() + kDeadline;
+  while (!condition()) {
+    if (absl::Now() > deadline) return false;
+    absl::SleepFor(absl::Milliseconds(2));
+  }
+  return true;
+}
+
+v1::DefineLayout TwoReceivers() {
+  return ModelBuilder()
+      .SmallModel(4)
+      .FsdpRanks("a", 2)
+      .Worker("b")
+      .Worker("c")
+      .Build();
+}
+
+std::vector<int32_t> AllBuckets(TestNode& node,
+                                const v1::DefineLayout& define) {
+  auto layout = node.layouts().Find(define.layout_id());
+  EXPECT_TRUE(layout.ok()) << layout.status();
+  std::vector<int32_t> buckets;
+  for (int32_t b = 0; b < (*layout)->bucket_count(); ++b) buckets.push_back(b);
+  return buckets;
+}
+
+void ExpectBytes(const v1::DefineLayout& define, const ModelBytes& model, int w,
+                 const std::vector<std::string>& live) {
+  const v1::LayoutWorker& worker = define.workers(w);
+  ASSERT_EQ(static_cast<int>(live.size()), worker.boxes_size());
+  for (int i = 0; i < worker.boxes_size(); ++i) {
+    const int ordinal = worker.boxes(i).ordinal();
+    const v1::Parameter& parameter = define.catalog(ordinal);
+    EXPECT_TRUE(live[static_cast<size_t>(i)] ==
+                testing::BoxBytes(parameter, model.tensor(ordinal),
+                                  worker.boxes(i).box()))
+        << parameter.name() << " of worker " << w;
+  }
+}
+
+// The ranks of node a, publishing IN_PLACE on threads of their own.
+class InPlaceRanks {
+ public:
+  InPlaceRanks(TestNode* node, const v1::DefineLayout& define,
+               const std::string& update_id, const ModelBytes& model,
+               bool verify_source = false) {
+    for (const v1::LayoutSource& source : define.sources()) {
+      memory.push_back(MakeRankMemory(define, model, source.rank()));
+    }
+    results.resize(memory.size(), absl::UnknownError("runs"));
+    returned = std::vector<std::atomic<bool>>(memory.size());
+    for (size_t r = 0; r < memory.size(); ++r) {
+      threads.emplace_back([=, &define] {
+        auto result = node->Snapshot(define, update_id, 1, static_cast<int>(r),
+                                     memory[r], std::make_shared<CancelFlag>(),
+                                     /*in_place=*/true, verify_source);
+        results[r] = result.status();
+        returned[r] = true;
+      });
+    }
+  }
+  ~InPlaceRanks() { Join(); }
+  void Join() {
+    for (std::thread& thread : threads) {
+      if (thread.joinable()) thread.join();
+    }
+  }
+  // Takes the digests that the ranks report into the manifest.
+  void Collect(TestNode* node, TestUpdate* update) {
+    for (size_t r = 0; r < memory.size(); ++r) {
+      auto report = node->WaitFor([](const v1::NodeReport& report) {
+        return report.has_rank_snapshotted();
+      });
+      ASSERT_EQ(report.rank_snapshotted().failure().reason(), "");
+      for (const auto& bucket : report.rank_snapshotted().buckets()) {
+        *update->manifest().add_buckets() = bucket;
+      }
+      for (const auto& tensor : report.rank_snapshotted().tensors()) {
+        tensors[tensor.ordinal()] += FromProto(tensor.digest());
+      }
+    }
+  }
+
+  // What all ranks say of each parameter is its digest.
+  void ExpectTensors(const v1::DefineLayout& define, const ModelBytes& model) {
+    ASSERT_EQ(static_cast<int>(tensors.size()), define.catalog_size());
+    for (const auto& tensor : tensors) {
+      const std::string& bytes = model.tensor(tensor.first);
+      transport::DigestRun run;
+      run.ordinal = static_cast<uint32_t>(tensor.first);
+      run.element_bytes = static_cast<int32_t>(
+          schedule::DTypeSize(FromProto(define.catalog(tensor.first).dtype())));
+      run.element_count =
+          static_cast<int64_t>(bytes.size()) / run.element_bytes;
+      transport::Digest expected;
+      transport::DigestAccumulate(bytes.data(), run, &expected);
+      EXPECT_TRUE(expected == tensor.second)
+          << define.catalog(tensor.first).name();
+    }
+  }
+
+  std::map<int, transport::Digest> tensors;
+  std::vector<RankMemory> memory;
+  std::vector<absl::Status> results;
+  std::vector<std::atomic<bool>> returned;
+  std::vector<std::thread> threads;
+};
+
+v1::ReleaseSources Release(const std::string& update_id) {
+  v1::ReleaseSources release;
+  release.set_model("models/m");
+  release.set_update_id(update_id);
+  return release;
+}
+
+// ---- Fetching ----
+
+TEST(Fetch, ANodeThatCameLateGetsACommittedUpdateFromAReceiver) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 1);
+  TestNode a("a"), b("b"), c("c"), late("late"), later("later");
+  TestUpdate update(define, "u", 7, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  for (TestNode* node : {&late, &later}) {
+    ASSERT_TRUE(node->layouts().Define(define).ok());
+  }
+  const std::vector<int32_t> all = AllBuckets(b, define);
+  b.TakeReports();
+  // Both at once from b, in epochs of their own.
+  std::vector<v1::MoveUpdate> moves;
+  for (TestNode* node : {&late, &later}) {
+    const v1::PrepareUpdate fetch = update.FetchCommand(&b, node, all);
+    b.mover().PrepareUpdate(fetch);
+    node->mover().PrepareUpdate(fetch);
+    moves.push_back(update.MoveCommand(node));
+    EXPECT_EQ(b.WaitPrepared().failure().reason(), "");
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  for (const v1::MoveUpdate& move : moves) b.mover().MoveUpdate(move);
+  late.mover().MoveUpdate(moves[0]);
+  later.mover().MoveUpdate(moves[1]);
+  for (TestNode* node : {&late, &later}) {
+    node->mover().UpdateManifest(update.manifest());
+    const v1::UpdateVerified verified = node->WaitVerified();
+    EXPECT_EQ(verified.failure().reason(), "") << verified.ShortDebugString();
+    // A worker that was not in the layout: half of everything.
+    const v1::DefineLayout half = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("a", 2)
+                                      .TensorParallelWorker("b", 1, 2)
+                                      .Build();
+    auto live = node->Apply(define, "u", testing::WantedBy(half, 0));
+    ASSERT_TRUE(live.ok()) << live.status();
+    ExpectBytes(half, model, 0, *live);
+    // It ends by itself and is kept.
+    EXPECT_TRUE(Eventually([&] {
+      auto held = node->store().HeldUpdates();
+      return held.size() == 1 && held[0].version() == 7;
+    }));
+  }
+  // The holder has what it had.
+  update.ExpectWorkersEqual(model);
+  for (const v1::NodeReport& report : b.TakeReports()) {
+    EXPECT_FALSE(report.has_update_verified()) << report.ShortDebugString();
+  }
+}
+
+TEST(Fetch, WhatIsMissingJoinsWhatIsThere) {
+  // b has the lower half, and fetches the rest from c, which has everything.
+  const v1::DefineLayout define = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("a", 2)
+                                      .TensorParallelWorker("b", 0, 2)
+                                      .Worker("c")
+                                      .Build();
+  const ModelBytes model(define, 2);
+  TestNode a("a"), b("b"), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  ASSERT_TRUE(Eventually([&] { return b.store().HeldUpdates().size() == 1; }));
+  std::vector<int32_t> missing;
+  for (int32_t bucket : AllBuckets(b, define)) {
+    if (!b.store().Holds("u", {bucket})) missing.push_back(bucket);
+  }
+  ASSERT_FALSE(missing.empty());
+  const v1::PrepareUpdate fetch = update.FetchCommand(&c, &b, missing);
+  for (TestNode* node : {&b, &c}) node->mover().PrepareUpdate(fetch);
+  for (TestNode* node : {&b, &c}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  // Room is not bytes.
+  EXPECT_FALSE(b.store().Holds("u", missing));
+  for (TestNode* node : {&b, &c}) {
+    node->mover().MoveUpdate(update.MoveCommand(node));
+  }
+  b.mover().UpdateManifest(update.manifest());
+  EXPECT_EQ(b.WaitVerified().failure().reason(), "");
+  auto live = b.Apply(define, "u", testing::WantedBy(define, 1));
+  ASSERT_TRUE(live.ok()) << live.status();
+  ExpectBytes(define, model, 1, *live);
+}
+
+TEST(Fetch, AFetchThatIsEndedGivesItsRoomBack) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 3);
+  TestNode a("a"), b("b"), c("c"), late("late");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  ASSERT_TRUE(late.layouts().Define(define).ok());
+  const auto fetch = update.FetchCommand(&b, &late, AllBuckets(b, define));
+  late.mover().PrepareUpdate(fetch);
+  ASSERT_TRUE(Eventually([&] { return UsedBytes(late) > 0; }));
+  v1::EndUpdate end;
+  end.set_model("models/m");
+  end.set_update_id("u");
+  late.mover().EndUpdate(end);
+  EXPECT_TRUE(Eventually([&] { return UsedBytes(late) == 0; }));
+  update.ExpectWorkersEqual(model);
+}
+
+TEST(Fetch, AHolderWithoutTheBytesSaysSo) {
+  const v1::DefineLayout define = TwoReceivers();
+  TestNode b("b"), late("late");
+  for (TestNode* node : {&b, &late}) {
+    ASSERT_TRUE(node->layouts().Define(define).ok());
+  }
+  TestUpdate update(define, "u", 1, {&b});
+  b.mover().PrepareUpdate(
+      update.FetchCommand(&b, &late, AllBuckets(b, define)));
+  EXPECT_EQ(b.WaitPrepared().failure().reason(), "UPDATE_UNKNOWN");
+}
+
+TEST(Pins, APinnedUpdateOutlivesNewerOnesAndADroppedOneGoes) {
+  const v1::DefineLayout define = TwoReceivers();
+  TestNode::Options options;
+  options.keep_updates = 1;
+  TestNode a("a", options), b("b", options), c("c", options);
+  auto holds = [&](const std::string& update_id) {
+    for (const v1::HeldUpdate& held : b.store().HeldUpdates()) {
+      if (held.update_id() == update_id) return true;
+    }
+    return false;
+  };
+  for (int version = 1; version <= 3; ++version) {
+    const ModelBytes model(define, static_cast<uint64_t>(version));
+    TestUpdate update(define, "u" + std::to_string(version), version,
+                      {&a, &b, &c});
+    ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+    update.End(true);
+    ASSERT_TRUE(Eventually([&] { return holds(update.update_id()); }));
+    if (version == 1) {
+      v1::PinUpdate pin;
+      pin.set_model("models/m");
+      pin.set_update_id("u1");
+      pin.set_pin(true);
+      b.mover().PinUpdate(pin);
+    }
+  }
+  EXPECT_TRUE(Eventually([&] { return !holds("u2"); }));
+  EXPECT_TRUE(holds("u1"));
+  const int64_t before = UsedBytes(b);
+  v1::DropUpdate drop;
+  drop.set_model("models/m");
+  drop.set_update_id("u1");
+  b.mover().DropUpdate(drop);
+  EXPECT_FALSE(holds("u1"));
+  EXPECT_LT(UsedBytes(b), before);
+}
+
+// ---- IN_PLACE ----
+
+TEST(InPlace, NothingIsCopiedAtTheSourceAndTheRanksWaitForTheirRelease) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 4);
+  TestNode a("a"), b("b"), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.SetModes(v1::UPDATE_MODE_STAGE, v1::PUBLISH_MODE_IN_PLACE, 2);
+  update.Define();
+  InPlaceRanks ranks(&a, define, "u", model, /*verify_source=*/true);
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  // Two slots for a flow, of at most a bucket each.
+  EXPECT_LE(UsedBytes(a), 2 * (64 << 10) + 4096);
+  update.Move();
+  ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
+  ranks.ExpectTensors(define, model);
+  update.Manifest();
+  for (TestNode* node : {&a, &b, &c}) {
+    EXPECT_EQ(node->WaitVerified().failure().reason(), "");
+  }
+  for (const auto& returned : ranks.returned) EXPECT_FALSE(returned);
+  a.mover().ReleaseSources(Release("u"));
+  ranks.Join();
+  for (const absl::Status& status : ranks.results) EXPECT_TRUE(status.ok());
+  update.ExpectWorkersEqual(model);
+  update.End(true);
+  EXPECT_TRUE(Eventually([&] { return UsedBytes(a) == 0; }));
+}
+
+TEST(InPlace, OnANodeWithItsOwnWorkersTheStoreIsFilled) {
+  const v1::DefineLayout define = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("a", 2)
+                                      .Worker("a")
+                                      .Worker("b")
+                                      .Build();
+  const ModelBytes model(define, 5);
+  TestNode a("a"), b("b");
+  TestUpdate update(define, "u", 1, {&a, &b});
+  update.SetModes(v1::UPDATE_MODE_STAGE, v1::PUBLISH_MODE_IN_PLACE, 0);
+  update.Define();
+  InPlaceRanks ranks(&a, define, "u", model);
+  update.Prepare();
+  for (TestNode* node : {&a, &b}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  update.Move();
+  ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
+  update.Manifest();
+  for (TestNode* node : {&a, &b}) {
+    EXPECT_EQ(node->WaitVerified().failure().reason(), "");
+  }
+  update.ExpectWorkersEqual(model);
+  // The commit releases them, too.
+  update.End(true);
+  ranks.Join();
+  for (const absl::Status& status : ranks.results) EXPECT_TRUE(status.ok());
+}
+
+TEST(InPlace, AnAbortTellsTheRanks) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 6);
+  TestNode a("a"), b("b"), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.SetModes(v1::UPDATE_MODE_STAGE, v1::PUBLISH_MODE_IN_PLACE, 0);
+  update.Define();
+  InPlaceRanks ranks(&a, define, "u", model);
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) node->WaitPrepared();
+  update.End(false);
+  ranks.Join();
+  for (const absl::Status& status : ranks.results) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  }
+}
+
+TEST(InPlace, ASourceThatChangesBetweenTwoReadsIsNamed) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 7);
+  TestNode a("a"), b("b"), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.SetModes(v1::UPDATE_MODE_STAGE, v1::PUBLISH_MODE_IN_PLACE, 0);
+  update.Define();
+  InPlaceRanks ranks(&a, define, "u", model);
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) node->WaitPrepared();
+  update.Move();
+  ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
+  ranks.memory[0].bytes[100] ^= 1;
+  // Another way: everything is read again.
+  update.Lose(&c);
+  update.Prepare();
+  for (TestNode* node : {&a, &b}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  update.Move();
+  const auto report = a.WaitFor([](const v1::NodeReport& r) {
+    return r.has_update_verified() &&
+           r.update_verified().failure().reason() == "SOURCE_CHANGED";
+  });
+  EXPECT_NE(report.update_verified().failure().message().find("rank 0"),
+            std::string::npos)
+      << report.ShortDebugString();
+  update.End(false);
+}
+
+// ---- STREAM ----
+
+// What a STREAM leaves: the workers' bytes, and nothing in the store.
+TEST(Stream, BucketsGoFromSlotsIntoLiveMemory) {
+  for (const v1::PublishMode publish :
+       {v1::PUBLISH_MODE_SNAPSHOT, v1::PUBLISH_MODE_IN_PLACE}) {
+    const v1::DefineLayout define = TwoReceivers();
+    const ModelBytes model(define, 8);
+    TestNode a("a"), b("b"), c("c");
+    TestSink sink_a(&a, define), sink_b(&b, define), sink_c(&c, define);
+    a.mover().SetSink(&sink_a);
+    b.mover().SetSink(&sink_b);
+    c.mover().SetSink(&sink_c);
+    TestUpdate update(define, "u", 1, {&a, &b, &c});
+    update.SetModes(v1::UPDATE_MODE_STREAM, publish, 2);
+    update.Define();
+    std::unique_ptr<InPlaceRanks> ranks;
+    if (publish == v1::PUBLISH_MODE_IN_PLACE) {
+      ranks = std::make_unique<InPlaceRanks>(&a, define, "u", model);
+    }
+    update.Prepare();
+    for (TestNode* node : {&a, &b, &c}) {
+      EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+    }
+    EXPECT_EQ(sink_b.begun(), 0) << "before MoveUpdate nobody is touched";
+    EXPECT_LE(UsedBytes(b), 2 * (64 << 10) + 4096);
+    update.Move();
+    if (ranks != nullptr) {
+      ASSERT_NO_FATAL_FAILURE(ranks->Collect(&a, &update));
+    } else {
+      ASSERT_TRUE(update.Snapshot(&a, model).ok());
+    }
+    update.Manifest();
+    for (TestNode* node : {&a, &b, &c}) {
+      const auto verified = node->WaitVerified();
+      EXPECT_EQ(verified.failure().reason(), "") << verified.ShortDebugString();
+    }
+    ExpectBytes(define, model, 0, sink_b.live(0));
+    ExpectBytes(define, model, 1, sink_c.live(1));
+    update.End(true);
+    for (TestNode* node : {&b, &c}) {
+      EXPECT_TRUE(Eventually([&] { return UsedBytes(*node) == 0; }));
+      EXPECT_TRUE(node->store().HeldUpdates().empty());
+    }
+    EXPECT_EQ(sink_b.aborted(), 0);
+  }
+}
+
+TEST(Stream, OnOneNodeWorkersReadTheTrainersMemory) {
+  const v1::DefineLayout define =
+      ModelBuilder().SmallModel(4).FsdpRanks("a", 2).Worker("a").Build();
+  const ModelBytes model(define, 9);
+  TestNode a("a");
+  TestSink sink(&a, define);
+  a.mover().SetSink(&sink);
+  TestUpdate update(define, "u", 1, {&a});
+  update.SetModes(v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_IN_PLACE, 0);
+  update.Define();
+  InPlaceRanks ranks(&a, define, "u", model);
+  update.Prepare();
+  EXPECT_EQ(a.WaitPrepared().failure().reason(), "");
+  update.Move();
+  ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
+  update.Manifest();
+  EXPECT_EQ(a.WaitVerified().failure().reason(), "");
+  ranks.ExpectTensors(define, model);
+  EXPECT_EQ(sink.direct_reads(),
+            static_cast<int>(AllBuckets(a, define).size()));
+  ExpectBytes(define, model, 0, sink.live(0));
+  update.End(true);
+  ranks.Join();
+}
+
+TEST(Stream, ASlowWorkerHoldsTheChainAndNothingPilesUp) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 10);
+  TestNode a("a"), b("b"), c("c");
+  TestSink sink_a(&a, define), sink_b(&b, define), sink_c(&c, define);
+  a.mover().SetSink(&sink_a);
+  b.mover().SetSink(&sink_b);
+  c.mover().SetSink(&sink_c);
+  sink_b.Hold(true);
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.SetModes(v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_SNAPSHOT, 2);
+  update.Define();
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) node->WaitPrepared();
+  update.Move();
+  ASSERT_TRUE(update.Snapshot(&a, model).ok());
+  update.Manifest();
+  // Both slots of the flow, and no more.
+  EXPECT_TRUE(Eventually([&] { return sink_b.held() == 2; }));
+  absl::SleepFor(absl::Milliseconds(100));
+  EXPECT_EQ(sink_b.held(), 2);
+  sink_b.Hold(false);
+  for (TestNode* node : {&a, &b, &c}) {
+    EXPECT_EQ(node->WaitVerified().failure().reason(), "");
+  }
+  ExpectBytes(define, model, 0, sink_b.live(0));
+  ExpectBytes(define, model, 1, sink_c.live(1));
+  update.End(true);
+}
+
+TEST(Stream, AWorkerThatNeverTakesFailsTheMoveByNameAndTheAbortEndsIt) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 11);
+  TestNode a("a"), b("b"), c("c");
+  TestSink sink_a(&a, define), sink_b(&b, define), sink_c(&c, define);
+  a.mover().SetSink(&sink_a);
+  b.mover().SetSink(&sink_b);
+  c.mover().SetSink(&sink_c);
+  sink_b.Hold(true);
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.SetModes(v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_SNAPSHOT, 1);
+  update.Define();
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) node->WaitPrepared();
+  for (TestNode* node : {&a, &b, &c}) {
+    v1::MoveUpdate move = update.MoveCommand(node);
+    move.mutable_progress_timeout()->set_seconds(1);
+    node->mover().MoveUpdate(move);
+  }
+  ASSERT_TRUE(update.Snapshot(&a, model).ok());
+  EXPECT_EQ(a.WaitVerified().failure().reason(), "NO_PROGRESS");
+  update.End(false);
+  EXPECT_TRUE(Eventually([&] {
+    return sink_b.aborted() == 1 && UsedBytes(b) == 0 && UsedBytes(a) == 0;
+  }));
+}
+
+TEST(Stream, AfterALostReceiverTheOthersGetTheRestFromTheSource) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 12);
+  TestNode a("a"), b("b"), c("c");
+  TestSink sink_a(&a, define), sink_b(&b, define), sink_c(&c, define);
+  a.mover().SetSink(&sink_a);
+  b.mover().SetSink(&sink_b);
+  c.mover().SetSink(&sink_c);
+  sink_c.Hold(true);
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.SetModes(v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_SNAPSHOT, 2);
+  update.Define();
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) node->WaitPrepared();
+  update.Move();
+  ASSERT_TRUE(update.Snapshot(&a, model).ok());
+  // c has taken nothing, so b is somewhere in the middle.
+  EXPECT_TRUE(Eventually([&] { return sink_c.held() == 2; }));
+  c.mover().Shutdown();
+  update.Lose(&c);
+  update.Prepare();
+  for (TestNode* node : {&a, &b}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  update.Move();
+  update.Manifest();
+  for (TestNode* node : {&a, &b}) {
+    v1::NodeReport report = node->WaitFor([](const v1::NodeReport& r) {
+      return r.has_update_verified() && !r.update_verified().has_failure();
+    });
+  }
+  ExpectBytes(define, model, 0, sink_b.live(0));
+  update.End(true);
+}
+
+// ---- Equal bytes ----
+
+TEST(EqualBuckets, AreKeptOnceAndDoNotTravel) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 13);
+  TestNode a("a"), b("b"), c("c");
+  const std::vector<TestNode*> nodes = {&a, &b, &c};
+  int64_t one = 0;
+  for (int version = 1; version <= 3; ++version) {
+    TestUpdate update(define, "u" + std::to_string(version), version, nodes);
+    update.Define();
+    // The snapshot is done before the move, as a small change of a large model.
+    update.Prepare();
+    for (TestNode* node : nodes) node->WaitPrepared();
+    ASSERT_TRUE(update.Snapshot(&a, model).ok());
+    update.Manifest();
+    update.Move();
+    for (TestNode* node : nodes) {
+      const auto verified = node->WaitVerified();
+      ASSERT_EQ(verified.failure().reason(), "");
+      if (node == &a) continue;
+      if (version == 1) {
+        EXPECT_GT(verified.received_bytes(), 1 << 18);
+      }
+      // That the second equals the first is only seen when it is here.
+      if (version == 3) {
+        EXPECT_EQ(verified.received_bytes(), 0);
+      }
+    }
+    update.ExpectWorkersEqual(model);
+    update.End(true);
+    for (TestNode* node : nodes) {
+      ASSERT_TRUE(Eventually([&] {
+        auto held = node->store().HeldUpdates();
+        return !held.empty() && held[0].version() == version;
+      }));
+    }
+    if (version == 1) one = UsedBytes(b);
+    EXPECT_TRUE(Eventually([&] { return UsedBytes(b) == one; }))
+        << UsedBytes(b) << " after version " << version << ", one takes "
+        << one;
+    update.ExpectWorkersEqual(model);
+  }
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync

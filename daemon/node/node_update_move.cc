@@ -1,0 +1,780 @@
+// How the buckets of a round move: what is reserved, the groups, the lanes, and
+// what is read of the memory of this node's ranks.
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "daemon/node/bucket_digest.h"
+#include "daemon/node/convert.h"
+#include "daemon/node/node_update.h"
+#include "glog/logging.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace daemon {
+
+namespace {
+
+using transport::Landing;
+using transport::MakeError;
+
+constexpr int kDefaultLanes = 3;
+// How often those who wait for two things at once look at the second.
+constexpr absl::Duration kLook = absl::Milliseconds(20);
+// How long a receiver whose last update hardly changed waits for the word that
+// this one does not either, before it asks for bytes.
+constexpr absl::Duration kBaseWait = absl::Seconds(2);
+
+absl::Status InvalidFlow(absl::string_view sentence) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "FLOW_INVALID",
+                   sentence);
+}
+
+absl::Status Closed(const std::string& update_id) {
+  return MakeError(absl::StatusCode::kAborted, "ROUND_CLOSED",
+                   absl::StrCat("update ", update_id, " goes another way"));
+}
+
+}  // namespace
+
+// ---- What a round needs ----
+
+bool NodeUpdate::PacksIntoSlot(const Round& round, int self,
+                               int32_t bucket) const {
+  if (self != 0 || !round.in_place || round.fetch) return false;
+  // What its own workers need for a STAGE lies in the store.
+  return round.stream ||
+         !std::binary_search(layout_->needed_buckets.begin(),
+                             layout_->needed_buckets.end(), bucket);
+}
+
+bool NodeUpdate::PassesOn(const Round& round, int32_t bucket) const {
+  // A fetch may serve workers that the layout does not know.
+  return round.stream &&
+         (round.fetch ||
+          std::binary_search(layout_->needed_buckets.begin(),
+                             layout_->needed_buckets.end(), bucket));
+}
+
+absl::Status NodeUpdate::FillRound(Round* round) {
+  const v1::PrepareUpdate& command = round->command;
+  round->stream = command.update_mode() == v1::UPDATE_MODE_STREAM;
+  round->in_place = command.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
+  round->fetch = command.fetch();
+  if (round->stream && context_.sink == nullptr) {
+    return MakeError(absl::StatusCode::kUnimplemented,
+                     "UPDATE_MODE_UNIMPLEMENTED",
+                     absl::StrCat("node ", context_.node,
+                                  " has nobody to pass a STREAM to"));
+  }
+  absl::Status status = FillStore(round);
+  if (!status.ok()) return status;
+  return FillFlows(round);
+}
+
+absl::Status NodeUpdate::FillStore(Round* round) {
+  const v1::PrepareUpdate& command = round->command;
+  std::set<int32_t> received;
+  std::set<int32_t> held;
+  for (const v1::Flow& flow : command.flows()) {
+    int self = -1;
+    for (int i = 0; i < flow.members_size(); ++i) {
+      if (flow.members(i).node() == context_.node) self = i;
+    }
+    if (self < 0 || flow.members_size() < 2) {
+      return InvalidFlow(absl::StrCat(
+          "flow ", flow.flow_id(), " of ", flow.members_size(),
+          " nodes was told to node ", context_.node, ", which is not in it"));
+    }
+    for (int32_t bucket : flow.buckets()) {
+      if (bucket < 0 || bucket >= layout_->bucket_count()) {
+        return InvalidFlow(absl::StrCat("flow ", flow.flow_id(),
+                                        " moves bucket ", bucket, " of ",
+                                        layout_->bucket_count()));
+      }
+      (self > 0 ? received : held).insert(bucket);
+    }
+  }
+  received_.insert(received.begin(), received.end());
+  receives_ = receives_ || !received.empty();
+  if (command.dry()) {
+    if (round->stream) return absl::OkStatus();
+    return context_.store->ReserveFor(model(), layout_->LocalBytes());
+  }
+
+  if (round->fetch && !held.empty()) {
+    // It is there: nothing is reserved for it, and it stays.
+    auto pin = context_.store->Pin(update_id_);
+    if (!pin.ok()) return pin.status();
+    {
+      absl::MutexLock lock(&mutex_);
+      pins_.push_back(*std::move(pin));
+    }
+    const std::vector<int32_t> buckets(held.begin(), held.end());
+    auto rooms = context_.store->Rooms(update_id_, buckets);
+    if (!rooms.ok()) return rooms.status();
+    auto landings = Landings(buckets);
+    if (!landings.ok()) return landings.status();
+  }
+
+  // What lies in the store when this epoch is through.
+  std::set<int32_t> buckets;
+  const std::vector<int32_t> local = layout_->LocalSourceBuckets();
+  if (round->fetch) {
+    if (!round->stream) buckets = received;
+  } else {
+    if (!round->in_place) buckets.insert(local.begin(), local.end());
+    std::set<int32_t> there = received;
+    there.insert(local.begin(), local.end());
+    {
+      // A bucket that came in an earlier epoch needs no flow any more.
+      absl::MutexLock lock(&mutex_);
+      for (const auto& count : counts_) {
+        if (count.second->complete()) there.insert(count.first);
+      }
+      there.insert(taken_.begin(), taken_.end());
+    }
+    for (int32_t bucket : layout_->needed_buckets) {
+      if (there.count(bucket) == 0) {
+        return InvalidFlow(absl::StrCat("no flow brings bucket ", bucket,
+                                        " to node ", context_.node,
+                                        ", whose workers need it"));
+      }
+      if (!round->stream) buckets.insert(bucket);
+    }
+    if (!round->stream) buckets.insert(received.begin(), received.end());
+  }
+  if (buckets.empty()) return absl::OkStatus();
+  auto landings =
+      Landings(std::vector<int32_t>(buckets.begin(), buckets.end()));
+  return landings.status();
+}
+
+absl::Status NodeUpdate::FillFlows(Round* round) {
+  std::set<int32_t> in_flows;
+  for (const v1::Flow& flow : round->command.flows()) {
+    int self = 0;
+    while (flow.members(self).node() != context_.node) ++self;
+    in_flows.insert(flow.buckets().begin(), flow.buckets().end());
+    absl::Status status = AddFlow(round, flow, self);
+    if (!status.ok()) return status;
+  }
+  if (!round->stream || round->command.dry()) return absl::OkStatus();
+  // What workers of this node get from ranks of this node; and the thread that
+  // tells them that it begins.
+  auto run = std::make_unique<FlowRun>();
+  run->lane = true;
+  int64_t most = 0;
+  for (int32_t bucket : layout_->LocalSourceBuckets()) {
+    if (round->fetch || !PassesOn(*round, bucket) ||
+        in_flows.count(bucket) > 0) {
+      continue;
+    }
+    run->buckets.push_back(bucket);
+    if (PacksIntoSlot(*round, 0, bucket)) {
+      most = std::max(most, layout_->bucket_bytes(bucket));
+    }
+  }
+  if (most > 0) {
+    auto slot = context_.store->TakeSlot(model(), most);
+    if (!slot.ok()) return slot.status();
+    run->slot = *std::move(slot);
+  }
+  round->flows.push_back(std::move(run));
+  return absl::OkStatus();
+}
+
+absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
+  const v1::PrepareUpdate& command = round->command;
+  const bool lanes = round->stream || (round->in_place && !round->fetch);
+  const int count = !lanes ? 1
+                           : std::max(1, std::min(command.stream_slots() > 0
+                                                      ? command.stream_slots()
+                                                      : kDefaultLanes,
+                                                  flow.buckets_size()));
+  for (int lane = 0; lane < count; ++lane) {
+    auto run = std::make_unique<FlowRun>();
+    run->flow = flow;
+    run->self = self;
+    run->lane = lanes;
+    int64_t most = 0;
+    for (int i = lane; i < flow.buckets_size(); i += count) {
+      const int32_t bucket = flow.buckets(i);
+      run->buckets.push_back(bucket);
+      if (PacksIntoSlot(*round, self, bucket) || (self > 0 && round->stream)) {
+        most = std::max(most, layout_->bucket_bytes(bucket));
+      }
+    }
+    if (most > 0 && !command.dry()) {
+      auto slot = context_.store->TakeSlot(model(), most);
+      if (!slot.ok()) return slot.status();
+      run->slot = *std::move(slot);
+    }
+    if (!lanes && !command.dry()) {
+      absl::MutexLock lock(&mutex_);
+      for (int32_t bucket : run->buckets) {
+        run->landings.push_back(landings_.at(bucket));
+      }
+    }
+    // A member that splits it otherwise is not met at all.
+    const std::string group_id =
+        lanes ? absl::StrCat(update_id_, "/", flow.flow_id(), "/", lane, "of",
+                             count)
+              : absl::StrCat(update_id_, "/", flow.flow_id());
+    absl::Status status = MakeGroup(command, run.get(), group_id);
+    if (!status.ok()) return status;
+    round->flows.push_back(std::move(run));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status NodeUpdate::MakeGroup(const v1::PrepareUpdate& command,
+                                   FlowRun* run, const std::string& group_id) {
+  transport::GroupSpec spec;
+  spec.cluster_id = context_.cluster_id;
+  spec.group_id = group_id;
+  spec.epoch = FromProto(command.epoch());
+  spec.secret = command.group_secret();
+  spec.self = run->self;
+  for (const v1::FlowMember& member : run->flow.members()) {
+    transport::GroupMember m;
+    m.node = member.node();
+    m.address = member.data_address();
+    spec.members.push_back(std::move(m));
+  }
+  transport::GroupOptions options;
+  options.peer_deadline = context_.peer_deadline;
+  options.on_edge_failed = [this](const absl::Status& status) {
+    absl::MutexLock lock(&mutex_);
+    edge_failures_.push_back(status);
+    woken_ = true;
+  };
+  auto group = context_.groups->NewGroup(std::move(spec), std::move(options));
+  if (!group.ok()) return group.status();
+  run->group = *std::move(group);
+  return absl::OkStatus();
+}
+
+// ---- The thread of a flow ----
+
+void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
+  const absl::Duration timeout =
+      DurationOr(round->command.has_timeout(), round->command.timeout(),
+                 context_.prepare_timeout);
+  absl::Status status;
+  if (flow->group != nullptr) status = flow->group->Join(timeout);
+  absl::Duration patience;
+  {
+    absl::MutexLock lock(&mutex_);
+    flow->joined = status.ok();
+    flow->done = !status.ok();
+    flow->status = status;
+    woken_ = true;
+    if (!status.ok()) return;
+    auto called = [this, round]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return round->move || round->closed;
+    };
+    mutex_.Await(absl::Condition(&called));
+    if (round->closed) return;
+    patience = round->progress_timeout;
+  }
+  status = flow->lane ? MoveLane(round, flow, patience)
+                      : MoveWhole(round, flow, patience);
+  absl::MutexLock lock(&mutex_);
+  flow->done = true;
+  flow->status = status;
+  woken_ = true;
+}
+
+absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
+                                   absl::Duration patience) {
+  if (flow->self > 0 && !round->fetch) FillFromBase(flow, patience);
+  absl::Status status = flow->group->Move(flow->landings);
+  if (!status.ok()) return status;
+  if (round->fetch && flow->self == 0) {
+    // Of a holder: digested as they are sent.
+    for (const auto& landing : flow->landings) {
+      if (cancel_.cancelled()) break;
+      landing->MarkAllReady();
+    }
+  }
+  return flow->group->Wait(patience);
+}
+
+absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
+                                  absl::Duration patience) {
+  std::set<int32_t> direct;
+  if (round->stream) {
+    if (flow->group == nullptr) {
+      absl::Status status = BeginStream(round, flow->buckets, patience);
+      if (!status.ok()) return status;
+    }
+    auto begun = AwaitStream(patience);
+    if (!begun.ok()) return begun.status();
+    direct = *std::move(begun);
+  }
+  for (int32_t bucket : flow->buckets) {
+    if (flow->group == nullptr && direct.count(bucket) > 0) continue;
+    {
+      absl::MutexLock lock(&mutex_);
+      if (round->closed || ended_) return Closed(update_id_);
+    }
+    absl::Status status = MoveBucket(round, flow, bucket, patience);
+    if (!status.ok()) return status;
+  }
+  if (flow->group == nullptr && !direct.empty()) {
+    return TakeDirectReads(flow->buckets, patience);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
+                                    absl::Duration patience) {
+  std::shared_ptr<Landing> landing;
+  {
+    absl::MutexLock lock(&mutex_);
+    auto found = landings_.find(bucket);
+    if (found != landings_.end()) landing = found->second;
+  }
+  const bool in_store = landing != nullptr;
+  if (!in_store) {
+    if (flow->slot == nullptr) {
+      return MakeError(
+          absl::StatusCode::kInternal, "SLOT_MISSING",
+          absl::StrCat("bucket ", bucket, " of update ", update_id_,
+                       " has no place on node ", context_.node));
+    }
+    landing = std::make_shared<Landing>(
+        static_cast<uint64_t>(bucket),
+        flow->slot->data().subspan(
+            0, static_cast<size_t>(layout_->bucket_bytes(bucket))),
+        std::make_shared<BucketDigestMap>(layout_, bucket),
+        flow->slot->file());
+  }
+  if (flow->group != nullptr) {
+    absl::Status status = flow->group->Move({landing});
+    if (!status.ok()) return status;
+  }
+  if (flow->self == 0) {
+    absl::Status status;
+    if (round->fetch) {
+      landing->MarkAllReady();
+    } else if (!in_store) {
+      status = FillFromSource(bucket, landing.get(), patience);
+    }
+    if (!status.ok()) {
+      if (!landing->complete()) landing->Fail(status);
+      if (flow->group != nullptr) flow->group->Abort(status);
+      return status;
+    }
+  }
+  absl::Status status = flow->group != nullptr
+                            ? flow->group->Wait(patience)
+                            : landing->WaitComplete(patience);
+  if (!status.ok()) return status;
+
+  if (PassesOn(*round, bucket)) {
+    bool taken = false;
+    {
+      absl::MutexLock lock(&mutex_);
+      taken = taken_.count(bucket) > 0;
+    }
+    if (!taken) {
+      v1::SlotLocation where;
+      if (in_store) {
+        auto location = context_.store->LocationOf(update_id_, bucket);
+        if (!location.ok()) return location.status();
+        where = *std::move(location);
+      } else {
+        where = flow->slot->Location(layout_->bucket_bytes(bucket));
+      }
+      PassToWorkers(bucket, where);
+    }
+  }
+  const transport::Digest digest = landing->bucket_digest();
+  if (!in_store) flow->slot->Recycle();
+  absl::MutexLock lock(&mutex_);
+  passed_[bucket] = digest;
+  if (PassesOn(*round, bucket)) taken_.insert(bucket);
+  return absl::OkStatus();
+}
+
+// ---- Bytes that are here already ----
+
+void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
+  if (!context_.store->ExpectsEqual(*layout_)) return;
+  std::map<int32_t, transport::Digest> manifest;
+  {
+    absl::MutexLock lock(&mutex_);
+    auto told = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return has_manifest_ || ended_;
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&told),
+                            std::min(kBaseWait, patience / 4));
+    if (ended_) return;
+    manifest = manifest_;
+  }
+  for (const auto& landing : flow->landings) {
+    if (landing->ready_frames() > 0) continue;
+    const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
+    auto said = manifest.find(bucket);
+    if (said == manifest.end()) continue;
+    StorePin pin;
+    const absl::Span<const char> base = context_.store->FindEqual(
+        update_id_, *layout_, bucket, said->second, &pin);
+    if (static_cast<int64_t>(base.size()) != landing->size()) continue;
+    {
+      // Before it is complete: what follows counts what has travelled.
+      absl::MutexLock lock(&mutex_);
+      from_base_bytes_ += landing->size();
+    }
+    for (uint32_t frame = 0; frame < landing->frame_count(); ++frame) {
+      if (!landing->Claim(frame)) continue;
+      const absl::Span<char> to = landing->frame(frame);
+      memcpy(to.data(), base.data() + frame * Landing::kFrameBytes, to.size());
+      landing->MarkReady(frame, landing->ComputeDigest(frame));
+    }
+  }
+}
+
+// ---- The memory of this node's ranks ----
+
+absl::Status NodeUpdate::NoteSource(int32_t bucket,
+                                    const transport::Digest& digest,
+                                    const TensorDigests& tensors) {
+  absl::MutexLock lock(&mutex_);
+  source_tensors_.emplace(bucket, tensors);
+  auto known = source_digests_.emplace(bucket, digest);
+  woken_ = true;
+  if (known.second || known.first->second == digest) return absl::OkStatus();
+  return SourceChanged(
+      *layout_, layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank,
+      bucket, known.first->second, digest);
+}
+
+absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
+                                        absl::Duration patience) {
+  const int32_t rank =
+      layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank;
+  std::shared_ptr<const InPlaceSource> source;
+  {
+    absl::MutexLock lock(&mutex_);
+    auto there = [this, rank]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return sources_.count(rank) > 0 || ended_;
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&there), patience);
+    if (ended_) return why_;
+    auto found = sources_.find(rank);
+    if (found == sources_.end()) {
+      return MakeError(
+          absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
+          absl::StrCat("rank ", rank, " of ", model(),
+                       " did not give its tensors to update ", update_id_,
+                       " within ", absl::FormatDuration(patience)));
+    }
+    source = found->second;
+  }
+  if (source->cancel->cancelled()) return source->cancel->status();
+  auto digest = PackSourceBucket(*layout_, rank, source->shards, landing,
+                                 context_.memory);
+  if (!digest.ok()) return digest.status();
+  if (source->cancel->cancelled()) return source->cancel->status();
+  TensorDigests tensors;
+  AddTensorDigests(*layout_, *landing, &tensors);
+  return NoteSource(bucket, *digest, tensors);
+}
+
+absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
+    std::shared_ptr<const InPlaceSource> source, bool verify_source) {
+  const absl::Time begin = absl::Now();
+  const int32_t rank = source->rank;
+  const std::vector<int32_t> buckets = layout_->RankBuckets(rank);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (ended_) return why_;
+    sources_[rank] = source;
+    ++snapshots_;
+    woken_ = true;
+  }
+  absl::StatusOr<SnapshotResult> result = [&] {
+    using Result = absl::StatusOr<SnapshotResult>;
+    auto stopped = [&]() -> absl::Status {
+      if (source->cancel->cancelled()) return source->cancel->status();
+      return cancel_.cancelled() ? cancel_.status() : absl::OkStatus();
+    };
+    auto read_again = [&](int32_t bucket) {
+      TensorDigests tensors;
+      auto digest = DigestSourceBucket(*layout_, rank, source->shards, bucket,
+                                       context_.memory, &tensors);
+      return digest.ok() ? NoteSource(bucket, *digest, tensors)
+                         : digest.status();
+    };
+    // The round says which of them pass through lanes.
+    std::set<int32_t> lanes;
+    bool stream = false;
+    while (true) {
+      absl::Status stop = stopped();
+      if (!stop.ok()) return Result(stop);
+      absl::MutexLock lock(&mutex_);
+      mutex_.AwaitWithTimeout(absl::Condition(&knows_lanes_), kLook);
+      if (!knows_lanes_) continue;
+      lanes = lane_buckets_;
+      stream = stream_mode_;
+      break;
+    }
+    // What this node's workers need for a STAGE is packed into the store, where
+    // lanes find it.
+    for (int32_t bucket : buckets) {
+      absl::Status stop = stopped();
+      if (!stop.ok()) return Result(stop);
+      if (stream ||
+          !std::binary_search(layout_->needed_buckets.begin(),
+                              layout_->needed_buckets.end(), bucket)) {
+        continue;
+      }
+      auto landing = Landings({bucket});
+      if (!landing.ok()) return Result(landing.status());
+      auto digest = PackSourceBucket(*layout_, rank, source->shards,
+                                     (*landing)[0].get(), context_.memory);
+      absl::Status status = digest.status();
+      if (digest.ok()) {
+        TensorDigests tensors;
+        AddTensorDigests(*layout_, *(*landing)[0], &tensors);
+        status = NoteSource(bucket, *digest, tensors);
+      }
+      if (!status.ok()) {
+        (*landing)[0]->Fail(status);
+        return Result(status);
+      }
+    }
+    // The others are read when a lane or a worker comes to them; and by nobody
+    // when a new epoch has none for them.
+    while (true) {
+      absl::Status stop = stopped();
+      if (!stop.ok()) return Result(stop);
+      int32_t unread = -1;
+      {
+        absl::MutexLock lock(&mutex_);
+        auto all = [this, &buckets]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+          for (int32_t bucket : buckets) {
+            if (source_digests_.count(bucket) == 0) return false;
+          }
+          return true;
+        };
+        if (all()) break;
+        for (int32_t bucket : buckets) {
+          if (source_digests_.count(bucket) == 0 &&
+              lane_buckets_.count(bucket) == 0) {
+            unread = bucket;
+          }
+        }
+        if (unread < 0) {
+          mutex_.AwaitWithTimeout(absl::Condition(&all), kLook);
+          continue;
+        }
+      }
+      absl::Status status = read_again(unread);
+      if (!status.ok()) return Result(status);
+    }
+    for (int32_t bucket : buckets) {
+      absl::Status stop = stopped();
+      if (!stop.ok()) return Result(stop);
+      if (!verify_source) break;
+      absl::Status status = read_again(bucket);
+      if (!status.ok()) return Result(status);
+    }
+    SnapshotResult read;
+    absl::MutexLock lock(&mutex_);
+    for (int32_t bucket : buckets) {
+      v1::BucketDigest digest;
+      digest.set_bucket(bucket);
+      ToProto(source_digests_.at(bucket), digest.mutable_digest());
+      read.buckets.push_back(std::move(digest));
+      for (const auto& tensor : source_tensors_.at(bucket)) {
+        read.tensors[tensor.first] += tensor.second;
+      }
+    }
+    read.copy_duration = absl::Now() - begin;
+    return Result(std::move(read));
+  }();
+  absl::MutexLock lock(&mutex_);
+  --snapshots_;
+  woken_ = true;
+  return result;
+}
+
+absl::Status NodeUpdate::WaitReleased(const CancelFlag* cancel) {
+  absl::MutexLock lock(&mutex_);
+  ++snapshots_;
+  auto over = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return released_ || ended_;
+  };
+  while (!over() && !cancel->cancelled()) {
+    mutex_.AwaitWithTimeout(absl::Condition(&over), kLook);
+  }
+  --snapshots_;
+  woken_ = true;
+  if (released_ || (ended_ && committed_)) return absl::OkStatus();
+  return ended_ ? why_ : cancel->status();
+}
+
+void NodeUpdate::Release() {
+  absl::MutexLock lock(&mutex_);
+  released_ = true;
+}
+
+// ---- Workers that take part ----
+
+absl::Status NodeUpdate::BeginStream(Round* round,
+                                     const std::vector<int32_t>& alone,
+                                     absl::Duration patience) {
+  StreamStart start;
+  start.model = model();
+  start.update_id = update_id_;
+  start.version = version_;
+  start.step = round->command.step();
+  start.layout = layout_;
+  // Before its neighbours lose patience with this node.
+  start.bucket_timeout = patience / 2;
+  std::set<int32_t> ranks;
+  for (int32_t bucket : alone) {
+    if (!PacksIntoSlot(*round, 0, bucket)) continue;
+    start.direct_candidates.insert(bucket);
+    ranks.insert(
+        layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank);
+  }
+  auto state = std::make_shared<StreamState>();
+  {
+    absl::MutexLock lock(&mutex_);
+    auto there = [this, &ranks]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      for (int32_t rank : ranks) {
+        if (sources_.count(rank) == 0) return ended_;
+      }
+      return true;
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&there), patience);
+    if (ended_ || round->closed) return Closed(update_id_);
+    for (int32_t rank : ranks) {
+      auto found = sources_.find(rank);
+      if (found == sources_.end()) {
+        return MakeError(
+            absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
+            absl::StrCat("rank ", rank, " of ", model(),
+                         " did not give its tensors to update ", update_id_));
+      }
+      start.sources.push_back(found->second);
+    }
+    start.workers = round->stream_workers;
+    stream_ = state;
+  }
+  context_.sink->Begin(
+      std::move(start),
+      [state](absl::Status status, std::set<int32_t> direct) {
+        absl::MutexLock lock(&state->mutex);
+        state->status = std::move(status);
+        state->direct = std::move(direct);
+        state->begun = true;
+      },
+      [state](int32_t bucket, TensorDigests tensors) {
+        absl::MutexLock lock(&state->mutex);
+        state->reads.emplace_back(bucket, std::move(tensors));
+      },
+      [state] {
+        absl::MutexLock lock(&state->mutex);
+        state->direct_done = true;
+      });
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::set<int32_t>> NodeUpdate::AwaitStream(
+    absl::Duration patience) {
+  std::shared_ptr<StreamState> state;
+  {
+    absl::MutexLock lock(&mutex_);
+    auto known = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return stream_ != nullptr || ended_;
+    };
+    mutex_.AwaitWithTimeout(absl::Condition(&known), patience);
+    if (ended_) return why_;
+    state = stream_;
+  }
+  if (state != nullptr) {
+    absl::MutexLock lock(&state->mutex);
+    state->mutex.AwaitWithTimeout(absl::Condition(&state->begun), patience);
+    if (state->begun) {
+      if (!state->status.ok()) return state->status;
+      return state->direct;
+    }
+  }
+  return MakeError(absl::StatusCode::kDeadlineExceeded, "STREAM_START_TIMEOUT",
+                   absl::StrCat("the workers of node ", context_.node,
+                                " could not be told of update ", update_id_,
+                                " within ", absl::FormatDuration(patience)));
+}
+
+absl::Status NodeUpdate::TakeDirectReads(const std::vector<int32_t>& buckets,
+                                         absl::Duration patience) {
+  std::shared_ptr<StreamState> state;
+  {
+    absl::MutexLock lock(&mutex_);
+    state = stream_;
+  }
+  size_t seen = 0;
+  while (true) {
+    std::vector<std::pair<int32_t, TensorDigests>> fresh;
+    bool done = false;
+    {
+      absl::MutexLock lock(&state->mutex);
+      auto news = [&]() ABSL_SHARED_LOCKS_REQUIRED(state->mutex) {
+        return state->reads.size() > seen || state->direct_done;
+      };
+      if (!state->mutex.AwaitWithTimeout(absl::Condition(&news), patience)) {
+        return MakeError(
+            absl::StatusCode::kDeadlineExceeded, "NO_PROGRESS",
+            absl::StrCat("the workers of node ", context_.node,
+                         " have read nothing of update ", update_id_, " for ",
+                         absl::FormatDuration(patience)));
+      }
+      fresh.assign(state->reads.begin() + static_cast<std::ptrdiff_t>(seen),
+                   state->reads.end());
+      seen = state->reads.size();
+      done = state->direct_done;
+    }
+    for (const auto& read : fresh) {
+      transport::Digest digest;
+      for (const auto& tensor : read.second) digest += tensor.second;
+      absl::Status status = NoteSource(read.first, digest, read.second);
+      if (!status.ok()) return status;
+      absl::MutexLock lock(&mutex_);
+      taken_.insert(read.first);
+      passed_[read.first] = digest;
+    }
+    if (done) break;
+  }
+  // A worker that left may have been the only one to read a bucket; the digest
+  // is still needed.
+  absl::MutexLock lock(&mutex_);
+  for (int32_t bucket : buckets) lane_buckets_.erase(bucket);
+  return absl::OkStatus();
+}
+
+void NodeUpdate::PassToWorkers(int32_t bucket, const v1::SlotLocation& where) {
+  struct Wait {
+    absl::Mutex mutex;
+    bool taken ABSL_GUARDED_BY(mutex) = false;
+  };
+  auto wait = std::make_shared<Wait>();
+  context_.sink->Pass(update_id_, bucket, where, [wait] {
+    absl::MutexLock lock(&wait->mutex);
+    wait->taken = true;
+  });
+  // In bounded time: the sink gives a worker up that does not take it.
+  absl::MutexLock lock(&wait->mutex);
+  wait->mutex.Await(absl::Condition(&wait->taken));
+}
+
+}  // namespace daemon
+}  // namespace weightsync
