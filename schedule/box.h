@@ -34,6 +34,10 @@ struct Box {
     return a.offset == b.offset && a.extent == b.extent;
   }
   friend bool operator!=(const Box& a, const Box& b) { return !(a == b); }
+  template <typename H>
+  friend H AbslHashValue(H h, const Box& box) {
+    return H::combine(std::move(h), box.offset, box.extent);
+  }
   // Lexicographic by offset, then extent.
   friend bool operator<(const Box& a, const Box& b) {
     if (a.offset != b.offset) return a.offset < b.offset;

@@ -30,10 +30,15 @@ TEST(DTypeTest, NamesAndSizesAreThoseOfSafetensors) {
   EXPECT_EQ(ReasonOf(ParseDType("UNSPECIFIED").status()), "UNKNOWN_DTYPE");
 }
 
-TEST(DTypeTest, OnlyNarrowingFromF32IsACast) {
+TEST(DTypeTest, OnlyNarrowingFloatsIsACast) {
   EXPECT_EQ(*CastBetween(DType::kBF16, DType::kBF16), Cast::kNone);
   EXPECT_EQ(*CastBetween(DType::kF32, DType::kBF16), Cast::kF32ToBF16);
   EXPECT_EQ(*CastBetween(DType::kF32, DType::kF16), Cast::kF32ToF16);
+  EXPECT_EQ(*CastBetween(DType::kBF16, DType::kF8E4M3), Cast::kBF16ToF8E4M3);
+  EXPECT_EQ(ReasonOf(CastBetween(DType::kF32, DType::kF8E4M3).status()),
+            "DTYPE_MISMATCH");
+  EXPECT_EQ(ReasonOf(CastBetween(DType::kBF16, DType::kF8E5M2).status()),
+            "DTYPE_MISMATCH");
   EXPECT_EQ(ReasonOf(CastBetween(DType::kBF16, DType::kF32).status()),
             "DTYPE_MISMATCH");
   EXPECT_EQ(ReasonOf(CastBetween(DType::kF16, DType::kBF16).status()),

@@ -259,7 +259,9 @@ absl::StatusOr<CostEstimate> EstimateCost(const UpdateLayout& layout,
   }
   cost.snapshot_seconds = snapshot / CopyRate(rates);
   // Pause, commit, apply's own answer and resume are a round each.
-  cost.pause_seconds = apply / CopyRate(rates) + 4 * rates.control_latency;
+  cost.apply_seconds =
+      apply / (rates.apply_copy > 0 ? rates.apply_copy : CopyRate(rates));
+  cost.pause_seconds = cost.apply_seconds + 4 * rates.control_latency;
   cost.total_seconds = cost.snapshot_seconds + rates.control_latency +
                        cost.gather_seconds + cost.transfer_seconds +
                        cost.pause_seconds;

@@ -36,6 +36,8 @@ struct Rates {
   // Copies into the store (snapshot) and out of it (apply), all threads of a
   // node together. Must be positive.
   double copy = 10e9;
+  // Copies out of the store alone, where they differ; 0: as `copy`.
+  double apply_copy = 0;
   // Device to host or back, all devices of a node together, where weights live
   // on devices; copies run at the smaller of the two.
   double device_copy = 0;
@@ -61,6 +63,7 @@ struct CostEstimate {
   double gather_seconds = 0;    // among senders; PAIRED and BROADCAST alone
   double snapshot_seconds = 0;  // the trainer's stall
   double transfer_seconds = 0;
+  double apply_seconds = 0;  // copies into live tensors alone
   double pause_seconds = 0;  // of a replica: pause, commit, apply, resume
   double total_seconds = 0;
   // Largest of: bytes that must leave any sender (what it alone holds, and its

@@ -7,33 +7,19 @@
 #include "absl/strings/str_format.h"
 #include "nlohmann/json.hpp"
 #include "schedule/error.h"
-#include "schedule/plan.h"
-#include "schedule/policy.h"
-#include "schedule/stable_hash.h"
 
 namespace weightsync {
 namespace schedule {
 namespace {
 
 constexpr int64_t kMaxShards = int64_t{1} << 23;
+// Of pipeline, tensor and expert parallelism, and GPUs of a node.
+constexpr int kMaxWays = 1 << 20;
 
 // The described cluster, as the planning functions take it.
-struct Cluster {
-  TransferCounts counts;
+struct Described {
+  PlanCluster cluster;
   std::vector<SourceRank> sources;
-  std::vector<WorkerNeed> workers;  // replica-major
-  std::vector<NodeLabels> nodes;
-  std::vector<int64_t> apply_bytes;
-  int trainer_nodes = 0;
-};
-
-// One policy's answer.
-struct Candidate {
-  Policy policy = Policy::kSharded;
-  PolicyFlows flows;
-  CostEstimate cost;
-  PairedSchedule paired;
-  BroadcastSchedule broadcast;
 };
 
 DataSharding DataShardingOf(TrainingSharding sharding) {
@@ -56,22 +42,32 @@ int64_t BytesOf(const Catalog& catalog, const BoxList& list) {
   return bytes;
 }
 
-absl::StatusOr<Cluster> MakeCluster(const PlanRequest& request) {
-  Cluster cluster;
+absl::StatusOr<Described> MakeCluster(const PlanRequest& request) {
+  Described described;
+  PlanCluster& cluster = described.cluster;
   absl::StatusOr<TransferCounts> counts = CheckConfig(request.config);
   if (!counts.ok()) return counts.status();
   cluster.counts = *counts;
+  cluster.stages = request.training_pp;
+  cluster.gather = counts->sharding != TrainingSharding::kDp;
   const Catalog& catalog = *request.catalog;
-  if (request.gpus_per_node < 1) {
-    return InvalidPlan(kInvalidCount,
-                       absl::StrCat("gpus_per_node is ", request.gpus_per_node,
-                                    "; it must be at least one"));
+  for (const auto& count :
+       {std::make_pair("gpus_per_node", request.gpus_per_node),
+        std::make_pair("training_pp", request.training_pp),
+        std::make_pair("training_tp", request.training_tp),
+        std::make_pair("training_ep", request.training_ep),
+        std::make_pair("inference_ep", request.inference_ep)}) {
+    if (count.second < 1 || count.second > kMaxWays) {
+      return InvalidPlan(kInvalidCount,
+                         absl::StrCat(count.first, " is ", count.second,
+                                      "; it must be between 1 and ", kMaxWays));
+    }
   }
-  const int64_t spread =
-      counts->sharding == TrainingSharding::kDp
-          ? int64_t{1}
-          : counts->training_gpus /
-                std::max(1, request.training_pp * request.training_ep);
+  const int64_t ways = static_cast<int64_t>(request.training_pp) *
+                       (request.training_ep > 1 ? request.training_ep : 1);
+  const int64_t spread = counts->sharding == TrainingSharding::kDp
+                             ? int64_t{1}
+                             : counts->training_gpus / ways;
   if (std::max<int64_t>(1, spread) * catalog.size() > kMaxShards) {
     return PlanError(
         absl::StatusCode::kResourceExhausted, kPlanTooLarge,
@@ -98,24 +94,28 @@ absl::StatusOr<Cluster> MakeCluster(const PlanRequest& request) {
 
   const int per_node = request.gpus_per_node;
   for (int rank = 0; rank < counts->training_gpus; ++rank) {
-    cluster.sources.push_back(
+    described.sources.push_back(
         SourceRank{rank, rank / per_node, (*shards)[rank]});
+    cluster.rank_nodes.push_back(rank / per_node);
   }
-  cluster.trainer_nodes = (counts->training_gpus + per_node - 1) / per_node;
+  const int trainer_nodes = (counts->training_gpus + per_node - 1) / per_node;
   const int width = static_cast<int>(needs->size());
+  // Expert parallelism may be wider: a replica is as many workers as that.
+  cluster.counts.inference_tp = width;
   const int worker_count = counts->inference_replicas * width;
   for (int w = 0; w < worker_count; ++w) {
-    cluster.workers.push_back(WorkerNeed{
-        w, cluster.trainer_nodes + w / per_node, (*needs)[w % width]});
+    cluster.workers.push_back(
+        WorkerNeed{w, trainer_nodes + w / per_node, (*needs)[w % width]});
+    cluster.worker_ids.emplace_back(w / width, w % width);
   }
   const int node_count =
-      cluster.trainer_nodes + (worker_count + per_node - 1) / per_node;
+      trainer_nodes + (worker_count + per_node - 1) / per_node;
   cluster.nodes.resize(node_count);
   for (int n = 0; n < node_count; ++n) {
     cluster.nodes[n].name =
-        n < cluster.trainer_nodes
+        n < trainer_nodes
             ? absl::StrFormat("trainer-%04d", n)
-            : absl::StrFormat("inference-%04d", n - cluster.trainer_nodes);
+            : absl::StrFormat("inference-%04d", n - trainer_nodes);
   }
   std::vector<int64_t> need_bytes;
   for (const BoxListRef& list : *needs) {
@@ -125,96 +125,46 @@ absl::StatusOr<Cluster> MakeCluster(const PlanRequest& request) {
   for (const WorkerNeed& w : cluster.workers) {
     cluster.apply_bytes[w.node] += need_bytes[w.worker % width];
   }
-  return cluster;
+  return described;
 }
 
-absl::StatusOr<Candidate> Weigh(Policy policy, const PlanRequest& request,
-                                const Cluster& cluster,
-                                const UpdateLayout& layout) {
-  Candidate candidate;
-  candidate.policy = policy;
-  const bool gather = cluster.counts.sharding != TrainingSharding::kDp;
-  if (policy == Policy::kSharded) {
-    absl::StatusOr<std::vector<Flow>> flows = RouteFlows(layout, cluster.nodes);
-    if (!flows.ok()) return flows.status();
-    candidate.flows.flows = *std::move(flows);
-  } else if (policy == Policy::kPaired) {
-    absl::StatusOr<PairedSchedule> paired = SchedulePaired(cluster.counts);
-    if (!paired.ok()) return paired.status();
-    candidate.paired = *std::move(paired);
-    std::vector<PairedRoute> routes;
-    for (const WorkerNeed& worker : cluster.workers) {
-      const auto senders =
-          static_cast<int>(candidate.paired.sender_ranks.size());
-      const int rank = candidate.paired.sender_ranks[worker.worker % senders];
-      routes.push_back(
-          PairedRoute{rank / request.gpus_per_node, worker.node, worker.boxes});
-    }
-    absl::StatusOr<PolicyFlows> flows =
-        RoutePaired(layout, cluster.nodes, routes, gather);
-    if (!flows.ok()) return flows.status();
-    candidate.flows = *std::move(flows);
-  } else {
-    absl::StatusOr<BroadcastSchedule> broadcast =
-        ScheduleBroadcast(cluster.counts, request.training_pp);
-    if (!broadcast.ok()) return broadcast.status();
-    candidate.broadcast = *std::move(broadcast);
-    const int stage_ranks = cluster.counts.training_gpus / request.training_pp;
-    std::vector<int32_t> head_of_node;
-    for (int n = 0; n < cluster.trainer_nodes; ++n) {
-      const int stage = n * request.gpus_per_node / stage_ranks;
-      head_of_node.push_back(candidate.broadcast.head_ranks[stage] /
-                             request.gpus_per_node);
-    }
-    absl::StatusOr<PolicyFlows> flows =
-        RouteBroadcast(layout, cluster.nodes, head_of_node, gather);
-    if (!flows.ok()) return flows.status();
-    candidate.flows = *std::move(flows);
-  }
-  absl::StatusOr<CostEstimate> cost =
-      EstimateCost(layout, candidate.flows.flows, cluster.nodes, request.rates,
-                   cluster.apply_bytes, candidate.flows.gather);
-  if (!cost.ok()) return cost.status();
-  candidate.cost = *std::move(cost);
-  return candidate;
-}
-
-std::vector<GroupReport> GroupsOf(const Candidate& candidate,
-                                  const PlanRequest& request,
-                                  const Cluster& cluster) {
+std::vector<GroupReport> GroupsOf(const PolicyPlan& plan,
+                                  const PlanCluster& cluster) {
   std::vector<GroupReport> groups;
-  const int tp = cluster.counts.inference_tp;
-  switch (candidate.policy) {
-    case Policy::kPaired:
-      for (const PairedGroup& paired : candidate.paired.groups) {
+  const auto ranks = static_cast<int>(cluster.rank_nodes.size());
+  switch (plan.policy) {
+    case Policy::kPaired: {
+      // Targets are numbered through; a real cluster's replicas may differ.
+      const int tp = cluster.counts.inference_tp;
+      for (const PairedGroup& paired : plan.paired.groups) {
         GroupReport group;
         group.group_id = paired.group_id;
         group.sender_rank = paired.sender_rank;
-        group.sender_node = paired.sender_rank / request.gpus_per_node;
+        group.sender_node = cluster.rank_nodes[paired.sender_rank % ranks];
         group.world_size = paired.world_size;
         for (const PairedTarget& target : paired.targets) {
-          group.targets.emplace_back(target.replica, target.tp);
+          group.targets.push_back(
+              cluster.worker_ids[target.replica * tp + target.tp]);
           if (target.port > 0) group.ports.push_back(target.port);
         }
         groups.push_back(std::move(group));
       }
       break;
+    }
     case Policy::kBroadcast:
-      for (int head : candidate.broadcast.head_ranks) {
+      for (int head : plan.broadcast.head_ranks) {
         GroupReport group;
         group.group_id = static_cast<int>(groups.size());
         group.sender_rank = head;
-        group.sender_node = head / request.gpus_per_node;
-        group.world_size = candidate.broadcast.world_size;
-        for (int i = 0; i < cluster.counts.targets(); ++i) {
-          group.targets.emplace_back(i / tp, i % tp);
-        }
+        group.sender_node = cluster.rank_nodes[head % ranks];
+        group.world_size = plan.broadcast.world_size;
+        group.targets = cluster.worker_ids;
         groups.push_back(std::move(group));
       }
       break;
     case Policy::kAuto:
     case Policy::kSharded:
-      for (const Flow& flow : candidate.flows.flows) {
+      for (const Flow& flow : plan.flows.flows) {
         GroupReport group;
         group.group_id = static_cast<int>(groups.size());
         group.sender_node = flow.source_node;
@@ -223,84 +173,156 @@ std::vector<GroupReport> GroupsOf(const Candidate& candidate,
         group.bytes = flow.bytes;
         groups.push_back(std::move(group));
       }
-      break;
+      return groups;
+  }
+  for (GroupReport& group : groups) {
+    for (const Flow& flow : plan.flows.flows) {
+      if (flow.source_node == group.sender_node) group.bytes += flow.bytes;
+    }
   }
   return groups;
 }
 
-std::vector<int> SendersOf(const Candidate& candidate,
-                           const UpdateLayout& layout) {
-  if (candidate.policy == Policy::kPaired) return candidate.paired.sender_ranks;
-  if (candidate.policy == Policy::kBroadcast) {
-    return candidate.broadcast.head_ranks;
-  }
+std::vector<int> SendersOf(const PolicyPlan& plan, const UpdateLayout& layout) {
+  if (plan.policy == Policy::kPaired) return plan.paired.sender_ranks;
+  if (plan.policy == Policy::kBroadcast) return plan.broadcast.head_ranks;
   std::set<int> ranks;
-  for (const Flow& flow : candidate.flows.flows) {
+  for (const Flow& flow : plan.flows.flows) {
     for (uint32_t b : flow.buckets) ranks.insert(layout.bucket(b).source_rank);
   }
   return std::vector<int>(ranks.begin(), ranks.end());
 }
 
-uint64_t DigestOf(const Candidate& candidate, const UpdateLayout& layout) {
-  StableHash hash;
-  hash.Add(layout.digest);
-  hash.Add(absl::string_view(PolicyName(candidate.policy)));
-  hash.Add(FlowsDigest(candidate.flows.gather));
-  hash.Add(FlowsDigest(candidate.flows.flows));
-  return hash.Finish();
+absl::StatusOr<WorkerReport> ListCopies(const Catalog& catalog,
+                                        const PlanCluster& cluster,
+                                        const UpdateLayout& layout,
+                                        const PolicyPlan& plan,
+                                        std::pair<int, int> id) {
+  const auto found =
+      std::find(cluster.worker_ids.begin(), cluster.worker_ids.end(), id);
+  if (found == cluster.worker_ids.end()) {
+    return InvalidPlan(
+        kInvalidCount,
+        absl::StrCat("there is no worker ", id.first, ":", id.second,
+                     "; replicas are 0 to ",
+                     cluster.counts.inference_replicas - 1,
+                     ", their workers 0 to ", cluster.counts.inference_tp - 1));
+  }
+  const WorkerNeed& worker =
+      cluster.workers[found - cluster.worker_ids.begin()];
+  WorkerReport report;
+  report.replica = id.first;
+  report.tp = id.second;
+  report.node = worker.node;
+  // Who hands each bucket to the worker's node.
+  std::vector<int> from(layout.bucket_count(), worker.node);
+  for (const std::vector<Flow>* flows :
+       {&plan.flows.gather, &plan.flows.flows}) {
+    for (const Flow& flow : *flows) {
+      int before = flow.source_node;
+      for (int32_t node : flow.chain) {
+        if (node == worker.node) {
+          for (uint32_t b : flow.buckets) from[b] = before;
+        }
+        before = node;
+      }
+    }
+  }
+  for (uint32_t b : BucketsFor(layout, worker.boxes->boxes())) {
+    for (const Piece& piece : layout.pieces(b)) {
+      for (const OrdinalBox& need : worker.boxes->boxes()) {
+        CopyReport copy;
+        if (need.ordinal != piece.ordinal ||
+            !Intersect(need.box, piece.box, &copy.box)) {
+          continue;
+        }
+        const Param& param = catalog.param(piece.ordinal);
+        copy.ordinal = piece.ordinal;
+        copy.parameter = param.name;
+        copy.bytes = copy.box.Volume() * DTypeSize(param.dtype);
+        copy.bucket = b;
+        copy.source_rank = layout.bucket(b).source_rank;
+        copy.from_node = from[b];
+        report.copies.push_back(std::move(copy));
+      }
+    }
+  }
+  return report;
 }
 
 }  // namespace
+
+PlanReport ReportPlan(const Catalog& catalog, const PlanCluster& cluster,
+                      const UpdateLayout& layout, Policy requested,
+                      ChosenPlan chosen) {
+  PlanReport report;
+  report.requested = requested;
+  report.policy = chosen.plan.policy;
+  report.policies = std::move(chosen.policies);
+  report.sender_ranks = SendersOf(chosen.plan, layout);
+  report.groups = GroupsOf(chosen.plan, cluster);
+  report.num_groups = static_cast<int>(report.groups.size());
+  report.num_tensors = catalog.size();
+  report.num_buckets = layout.bucket_count();
+  report.bucket_bytes = layout.table->bucket_bytes;
+  report.total_bytes = catalog.total_bytes();
+  report.wire_bytes = chosen.plan.cost.wire_bytes;
+  const std::set<int32_t> trainers(cluster.rank_nodes.begin(),
+                                   cluster.rank_nodes.end());
+  std::set<int32_t> inference;
+  for (const WorkerNeed& worker : cluster.workers) {
+    inference.insert(worker.node);
+  }
+  report.trainer_nodes = static_cast<int>(trainers.size());
+  report.inference_nodes = static_cast<int>(inference.size());
+  report.plan_digest = PlanDigest(chosen.plan, layout);
+  report.cost = std::move(chosen.plan.cost);
+  for (const NodeLabels& node : cluster.nodes) {
+    report.nodes.push_back(node.name);
+  }
+  return report;
+}
 
 absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request) {
   if (request.catalog == nullptr) {
     return InvalidPlan(kUnknownModel, "no model or catalog is given");
   }
-  absl::StatusOr<Cluster> cluster = MakeCluster(request);
-  if (!cluster.ok()) return cluster.status();
+  absl::StatusOr<Described> described = MakeCluster(request);
+  if (!described.ok()) return described.status();
+  const PlanCluster& cluster = described->cluster;
   absl::StatusOr<UpdateLayout> layout =
-      BuildLayout(*request.catalog, cluster->sources, cluster->workers,
-                  cluster->counts.bucket_bytes);
+      BuildLayout(*request.catalog, described->sources, cluster.workers,
+                  cluster.counts.bucket_bytes);
   if (!layout.ok()) return layout.status();
-
-  std::vector<Policy> policies = {request.policy};
-  if (request.policy == Policy::kAuto) {
-    // Among equals the first wins.
-    policies = {Policy::kSharded, Policy::kPaired, Policy::kBroadcast};
+  absl::StatusOr<ChosenPlan> chosen =
+      ChoosePlan(request.policy, cluster, *layout, request.rates);
+  if (!chosen.ok()) return chosen.status();
+  std::vector<WorkerReport> workers;
+  for (const std::pair<int, int>& id : request.workers) {
+    absl::StatusOr<WorkerReport> worker =
+        ListCopies(*request.catalog, cluster, *layout, chosen->plan, id);
+    if (!worker.ok()) return worker.status();
+    workers.push_back(*std::move(worker));
   }
-  PlanReport report;
-  absl::StatusOr<Candidate> best = absl::UnknownError("no policy");
-  for (Policy policy : policies) {
-    absl::StatusOr<Candidate> candidate =
-        Weigh(policy, request, *cluster, *layout);
-    PolicyReport weighed;
-    weighed.policy = policy;
-    weighed.status = candidate.status();
-    if (candidate.ok()) weighed.total_seconds = candidate->cost.total_seconds;
-    report.policies.push_back(std::move(weighed));
-    const bool better =
-        candidate.ok() && (!best.ok() || candidate->cost.total_seconds <
-                                             best->cost.total_seconds);
-    if (better || (!best.ok() && !candidate.ok())) best = std::move(candidate);
-  }
-  if (!best.ok()) return best.status();
-
-  report.requested = request.policy;
-  report.policy = best->policy;
-  report.sender_ranks = SendersOf(*best, *layout);
-  report.groups = GroupsOf(*best, request, *cluster);
-  report.num_groups = static_cast<int>(report.groups.size());
-  report.num_tensors = request.catalog->size();
-  report.num_buckets = layout->bucket_count();
-  report.bucket_bytes = cluster->counts.bucket_bytes;
-  report.total_bytes = request.catalog->total_bytes();
-  report.wire_bytes = best->cost.wire_bytes;
-  report.trainer_nodes = cluster->trainer_nodes;
-  report.inference_nodes =
-      static_cast<int>(cluster->nodes.size()) - cluster->trainer_nodes;
-  report.plan_digest = DigestOf(*best, *layout);
-  report.cost = std::move(best->cost);
+  PlanReport report = ReportPlan(*request.catalog, cluster, *layout,
+                                 request.policy, *std::move(chosen));
+  report.workers = std::move(workers);
   return report;
+}
+
+std::string ExplainPolicies(const PlanReport& report) {
+  std::string text = absl::StrCat(PolicyName(report.requested), ":");
+  for (size_t i = 0; i < report.policies.size(); ++i) {
+    const PolicyReport& weighed = report.policies[i];
+    absl::StrAppend(&text, i == 0 ? " " : ", ", PolicyName(weighed.policy),
+                    " ");
+    if (weighed.status.ok()) {
+      absl::StrAppend(&text, absl::StrFormat("%.4g s", weighed.total_seconds));
+    } else {
+      absl::StrAppend(&text, ReasonOf(weighed.status));
+    }
+  }
+  return text;
 }
 
 std::string DigestString(uint64_t digest) {
@@ -320,10 +342,12 @@ std::string PlanJson(const PlanReport& report, double plan_seconds) {
     Json entry;
     entry["group_id"] = group.group_id;
     if (group.sender_rank >= 0) entry["sender_rank"] = group.sender_rank;
-    entry["sender_node"] = group.sender_node;
+    entry["sender_node"] = report.nodes[group.sender_node];
     entry["world_size"] = group.world_size;
     if (report.policy == Policy::kSharded) {
-      entry["nodes"] = group.nodes;
+      Json chain = Json::array();
+      for (int node : group.nodes) chain.push_back(report.nodes[node]);
+      entry["nodes"] = std::move(chain);
       entry["bytes"] = group.bytes;
     } else {
       Json targets = Json::array();
@@ -364,6 +388,29 @@ std::string PlanJson(const PlanReport& report, double plan_seconds) {
     policies.push_back(std::move(entry));
   }
   json["policies"] = std::move(policies);
+  if (!report.workers.empty()) {
+    Json workers = Json::array();
+    for (const WorkerReport& worker : report.workers) {
+      Json copies = Json::array();
+      for (const CopyReport& copy : worker.copies) {
+        copies.push_back(
+            {{"parameter", copy.parameter},
+             {"offset", std::vector<int64_t>(copy.box.offset.begin(),
+                                             copy.box.offset.end())},
+             {"extent", std::vector<int64_t>(copy.box.extent.begin(),
+                                             copy.box.extent.end())},
+             {"bytes", copy.bytes},
+             {"bucket", copy.bucket},
+             {"source_rank", copy.source_rank},
+             {"from_node", report.nodes[copy.from_node]}});
+      }
+      workers.push_back({{"replica", worker.replica},
+                         {"tp", worker.tp},
+                         {"node", report.nodes[worker.node]},
+                         {"copies", std::move(copies)}});
+    }
+    json["workers"] = std::move(workers);
+  }
   json["plan_digest"] = DigestString(report.plan_digest);
   json["plan_seconds"] = plan_seconds;
   return json.dump();

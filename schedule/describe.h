@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "schedule/catalog.h"
+#include "schedule/choose.h"
 #include "schedule/cost.h"
 #include "schedule/models.h"
 #include "schedule/parallel.h"
@@ -35,6 +36,8 @@ struct PlanRequest {
   // Trainer ranks fill nodes in order, workers fill nodes after them.
   int gpus_per_node = 8;
   Rates rates;
+  // Whose copies are to be listed: (replica, tensor-parallel rank).
+  std::vector<std::pair<int, int>> workers;
 };
 
 struct GroupReport {
@@ -50,11 +53,25 @@ struct GroupReport {
   int64_t bytes = 0;
 };
 
-// What another policy would have cost, or why it cannot be had.
-struct PolicyReport {
-  Policy policy = Policy::kSharded;
-  double total_seconds = 0;
-  absl::Status status;
+// One stretch of a worker's weights: a box of a parameter and where it comes
+// from.
+struct CopyReport {
+  uint32_t ordinal = 0;
+  std::string parameter;
+  Box box;
+  int64_t bytes = 0;
+  uint32_t bucket = 0;
+  int source_rank = 0;  // who owns the bucket
+  // The node that hands the bucket to the worker's node; the latter itself
+  // where its own ranks hold the bytes.
+  int from_node = 0;
+};
+
+struct WorkerReport {
+  int replica = 0;
+  int tp = 0;
+  int node = 0;
+  std::vector<CopyReport> copies;  // in order of buckets
 };
 
 struct PlanReport {
@@ -75,15 +92,27 @@ struct PlanReport {
   // Of the layout, the policy and all flows.
   uint64_t plan_digest = 0;
   std::vector<PolicyReport> policies;  // all that were weighed
+  std::vector<std::string> nodes;      // names, by the numbers used above
+  std::vector<WorkerReport> workers;   // those asked for
 };
 
-// Errors: those of CheckConfig, SchedulePaired and TrainerLists; and
-// RESOURCE_EXHAUSTED PLAN_TOO_LARGE for more than 2^23 shards.
+// What is known of a plan. REQUIRES: `chosen` was made from the others.
+PlanReport ReportPlan(const Catalog& catalog, const PlanCluster& cluster,
+                      const UpdateLayout& layout, Policy requested,
+                      ChosenPlan chosen);
+
+// Errors: those of CheckConfig, SchedulePaired, TrainerLists and ApplyCopies;
+// INVALID_COUNT for a worker that there is not; and RESOURCE_EXHAUSTED
+// PLAN_TOO_LARGE for more than 2^23 shards.
 absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request);
 
 // One JSON object; `plan_seconds` is what the caller measured. Digests are
 // 16 hexadecimal digits, for not all readers keep 64-bit integers.
 std::string PlanJson(const PlanReport& report, double plan_seconds);
+
+// Why this policy: "AUTO: SHARDED 1.20 s, PAIRED 3.40 s, BROADCAST
+// TOO_FEW_TRAINERS".
+std::string ExplainPolicies(const PlanReport& report);
 
 // 16 hexadecimal digits.
 std::string DigestString(uint64_t digest);

@@ -33,10 +33,12 @@ absl::StatusOr<Cast> CastBetween(DType from, DType to) {
   if (from == to) return Cast::kNone;
   if (from == DType::kF32 && to == DType::kBF16) return Cast::kF32ToBF16;
   if (from == DType::kF32 && to == DType::kF16) return Cast::kF32ToF16;
+  if (from == DType::kBF16 && to == DType::kF8E4M3) return Cast::kBF16ToF8E4M3;
   return InvalidPlan(
       kDTypeMismatch,
       absl::StrCat("no cast leads from ", DTypeName(from), " to ",
-                   DTypeName(to), "; only F32 to BF16 and F32 to F16 do"));
+                   DTypeName(to),
+                   "; only F32 to BF16, F32 to F16 and BF16 to F8_E4M3 do"));
 }
 
 }  // namespace schedule

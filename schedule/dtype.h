@@ -71,6 +71,10 @@ enum class Cast : uint8_t {
   kNone = 0,
   kF32ToBF16 = 1,
   kF32ToF16 = 2,
+  // With the scale of the element's block; see block_scale.h.
+  kBF16ToF8E4M3 = 3,
+  // The scale itself, fp32, from the whole of its block.
+  kBF16BlockScale = 4,
 };
 
 // The cast of a copy; DTYPE_MISMATCH when there is none for this pair.

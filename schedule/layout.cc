@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "schedule/error.h"
 #include "schedule/need.h"
@@ -102,6 +103,35 @@ void Split(const Box& box, int64_t limit, Fn fn) {
     Split(part, limit, fn);
   }
 }
+
+// Those of a parameter's cells that a region may meet. Both are sorted by where
+// they begin in dimension 0, so that a window over the cells moves along with
+// the regions.
+class CellWindow {
+ public:
+  explicit CellWindow(absl::Span<const NeedMap::Cell> cells) : cells_(cells) {}
+
+  // REQUIRES: regions in their order.
+  absl::Span<const NeedMap::Cell> MayMeet(const Box& region) {
+    if (region.dims() == 0) return cells_;
+    const int64_t begin = region.offset[0];
+    while (first_ < cells_.size() && cells_[first_].box.end(0) <= begin) {
+      ++first_;
+    }
+    const int64_t end = region.end(0);
+    size_t last = std::max(last_, first_);
+    while (last < cells_.size() && cells_[last].box.offset[0] < end) ++last;
+    last_ = last;
+    // The region before may have reached further.
+    while (last > first_ && cells_[last - 1].box.offset[0] >= end) --last;
+    return cells_.subspan(first_, last - first_);
+  }
+
+ private:
+  const absl::Span<const NeedMap::Cell> cells_;
+  size_t first_ = 0;
+  size_t last_ = 0;
+};
 
 // Puts pieces into the buckets of their streams, which it fills side by side:
 // pieces come in catalog order, so reading and indexing are sequential.
@@ -230,9 +260,10 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
   for (uint32_t o = 0; o < catalog.size(); ++o) {
     cells[o] = needs->Cells(o);
     const int64_t limit = bucket_bytes / DTypeSize(catalog.param(o).dtype);
+    CellWindow window(cells[o]);
     for (const SourcePartition::Region& region : partition.regions(o)) {
       const bool small = region.box.Volume() <= limit;
-      for (const NeedMap::Cell& cell : cells[o]) {
+      for (const NeedMap::Cell& cell : window.MayMeet(region.box)) {
         if (!Intersects(region.box, cell.box)) continue;
         uint32_t parts = small ? 1 : 0;
         if (!small) {
@@ -268,8 +299,9 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
         static_cast<uint32_t>(table->param_pieces.size()));
     const int64_t size = DTypeSize(catalog.param(o).dtype);
     const int64_t limit = bucket_bytes / size;
+    CellWindow window(cells[o]);
     for (const SourcePartition::Region& region : partition.regions(o)) {
-      for (const NeedMap::Cell& cell : cells[o]) {
+      for (const NeedMap::Cell& cell : window.MayMeet(region.box)) {
         if (!Intersect(region.box, cell.box, &shared)) continue;
         Stream& stream = streams.At(region.source, cell.need_class);
         Split(shared, limit,
@@ -288,7 +320,15 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
 }  // namespace
 
 BoxList::BoxList(std::vector<OrdinalBox> boxes)
-    : boxes_(std::move(boxes)), digest_(ListDigest(boxes_)) {}
+    : boxes_(std::move(boxes)), digest_(ListDigest(boxes_)) {
+  absl::flat_hash_map<Box, uint32_t> ids;
+  box_ids_.reserve(boxes_.size());
+  for (const OrdinalBox& box : boxes_) {
+    box_ids_.push_back(
+        ids.try_emplace(box.box, static_cast<uint32_t>(ids.size()))
+            .first->second);
+  }
+}
 
 BoxListRef MakeBoxList(std::vector<OrdinalBox> boxes) {
   return std::make_shared<const BoxList>(std::move(boxes));

@@ -59,10 +59,14 @@ class BoxList {
   explicit BoxList(std::vector<OrdinalBox> boxes);
   const std::vector<OrdinalBox>& boxes() const { return boxes_; }
   uint64_t digest() const { return digest_; }
+  // Per box: equal for those that differ in their parameter alone. Experts have
+  // equal boxes by the thousand.
+  const std::vector<uint32_t>& box_ids() const { return box_ids_; }
 
  private:
   const std::vector<OrdinalBox> boxes_;
   const uint64_t digest_;
+  std::vector<uint32_t> box_ids_;
 };
 using BoxListRef = std::shared_ptr<const BoxList>;
 BoxListRef MakeBoxList(std::vector<OrdinalBox> boxes);

@@ -177,8 +177,11 @@ absl::StatusOr<NeedMap> NeedMap::Create(const Catalog& catalog,
   map.needs_.resize(map.begin_.back());
   std::vector<size_t> next(map.begin_.begin(), map.begin_.end() - 1);
   for (int32_t l : order) {
-    for (const OrdinalBox& need : groups.lists[l]->boxes()) {
-      map.needs_[next[need.ordinal]++] = Need{&need.box, list_class[l]};
+    const BoxList& list = *groups.lists[l];
+    for (size_t i = 0; i < list.boxes().size(); ++i) {
+      const OrdinalBox& need = list.boxes()[i];
+      map.needs_[next[need.ordinal]++] =
+          Need{&need.box, list_class[l], l, list.box_ids()[i]};
     }
   }
   return map;
@@ -224,7 +227,7 @@ absl::Span<const NeedMap::Cell> NeedMap::Cells(uint32_t ordinal) {
   auto pattern = std::make_unique<Pattern>();
   pattern->shape = param.shape;
   for (const Need& need : needs) {
-    pattern->needs.push_back(Cell{*need.box, need.need_class});
+    pattern->needs.emplace_back(need.list, need.box_id);
   }
   pattern->cells = Cut(param.shape, needs);
   candidates.push_back(std::move(pattern));
@@ -237,8 +240,8 @@ bool NeedMap::Matches(const Pattern& pattern, const Dims& shape,
     return false;
   }
   for (size_t i = 0; i < needs.size(); ++i) {
-    if (pattern.needs[i].need_class != needs[i].need_class ||
-        pattern.needs[i].box != *needs[i].box) {
+    if (pattern.needs[i].first != needs[i].list ||
+        pattern.needs[i].second != needs[i].box_id) {
       return false;
     }
   }

@@ -59,12 +59,14 @@ class NeedMap {
   struct Need {
     const Box* box;
     int32_t need_class;  // class of the list's groups
+    int32_t list;
+    uint32_t box_id;  // BoxList::box_ids
   };
 
-  // Needs that some parameter has, and their cells.
+  // Needs that some parameter has, and their cells. Needs are (list, box_id).
   struct Pattern {
     Dims shape;
-    std::vector<Cell> needs;
+    std::vector<std::pair<int32_t, uint32_t>> needs;
     std::vector<Cell> cells;
   };
 

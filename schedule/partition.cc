@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "schedule/block_scale.h"
 #include "schedule/error.h"
 #include "schedule/layout.h"
 
@@ -61,6 +62,8 @@ class PartitionBuilder {
   const Catalog& catalog_;
   const absl::Span<const SourceRank> input_;
   std::vector<const BoxList*> lists_;
+  // Those of lists_ that had scales added.
+  std::vector<BoxListRef> with_scales_;
   std::vector<std::vector<int32_t>> list_sources_;  // sorted
   std::vector<size_t> entry_begin_;
   std::vector<Entry> entries_;
@@ -132,6 +135,15 @@ absl::Status PartitionBuilder::CollectLists() {
       by_pointer.emplace(source.shards.get(), list);
     }
     list_sources_[list].push_back(static_cast<int32_t>(i));
+  }
+  for (const BoxList*& list : lists_) {
+    absl::StatusOr<std::vector<OrdinalBox>> scales =
+        ScalesFor(catalog_, list->boxes());
+    if (!scales.ok()) return scales.status();
+    if (scales->empty()) continue;
+    scales->insert(scales->begin(), list->boxes().begin(), list->boxes().end());
+    with_scales_.push_back(MakeBoxList(*std::move(scales)));
+    list = with_scales_.back().get();
   }
   return absl::OkStatus();
 }

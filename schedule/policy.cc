@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
@@ -86,28 +87,45 @@ absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
       of_node[b].insert(route.sender_node);
     }
   }
-  PolicyFlows result;
-  std::vector<std::set<int32_t>> wanted(layout.bucket_count());
+  // Who sends bucket b to a node; its owner has it already.
+  struct Arrival {
+    int32_t node;
+    uint32_t bucket;
+    int32_t sender;
+  };
+  std::vector<Arrival> arrivals;
+  std::vector<std::set<int32_t>> senders(layout.bucket_count());
   for (const auto& node : choices) {
-    std::map<int32_t, Flow> by_sender;
+    std::map<int32_t, int64_t> load;
     for (const auto& bucket : node.second) {
       if (layout.bucket(bucket.first).source_node == node.first) continue;
       int32_t best = *bucket.second.begin();
       for (int32_t sender : bucket.second) {
-        if (by_sender[sender].bytes < by_sender[best].bytes) best = sender;
+        if (load[sender] < load[best]) best = sender;
       }
-      wanted[bucket.first].insert(best);
-      Flow& flow = by_sender[best];
-      flow.source_node = best;
-      flow.need_class = layout.bucket(bucket.first).need_class;
-      AddBucket(layout, bucket.first, &flow);
-    }
-    for (auto& entry : by_sender) {
-      if (entry.second.bytes == 0 || entry.first == node.first) continue;
-      entry.second.chain = {node.first};
-      result.flows.push_back(std::move(entry.second));
+      load[best] += layout.bucket(bucket.first).bytes;
+      senders[bucket.first].insert(best);
+      arrivals.push_back({node.first, bucket.first, best});
     }
   }
+  // A node that sends a bucket holds it, or gathers it, and must not be given
+  // it a second time.
+  std::vector<std::set<int32_t>> wanted(layout.bucket_count());
+  std::map<std::pair<int32_t, int32_t>, Flow> flows;  // (node, sender)
+  for (const Arrival& arrival : arrivals) {
+    if (senders[arrival.bucket].count(arrival.node) > 0) {
+      wanted[arrival.bucket].insert(arrival.node);
+      continue;
+    }
+    wanted[arrival.bucket].insert(arrival.sender);
+    Flow& flow = flows[{arrival.node, arrival.sender}];
+    flow.source_node = arrival.sender;
+    flow.chain = {arrival.node};
+    flow.need_class = layout.bucket(arrival.bucket).need_class;
+    AddBucket(layout, arrival.bucket, &flow);
+  }
+  PolicyFlows result;
+  for (auto& entry : flows) result.flows.push_back(std::move(entry.second));
   AssignWaves(nodes.size(), &result.flows);
   if (gather) result.gather = Gather(layout, nodes, wanted);
   return result;
@@ -116,33 +134,51 @@ absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
 absl::StatusOr<PolicyFlows> RouteBroadcast(
     const UpdateLayout& layout, absl::Span<const NodeLabels> nodes,
     absl::Span<const int32_t> head_of_node, bool gather) {
-  std::map<std::pair<int32_t, int32_t>, Flow> moved;
+  // By head, class, and the owner where it is in the class: it has the bytes.
+  std::map<std::tuple<int32_t, int32_t, int32_t>, Flow> moved;
   std::vector<std::set<int32_t>> wanted(layout.bucket_count());
+  for (const auto& members : layout.classes) {
+    for (int32_t node : members) {
+      absl::Status ok = CheckNode(node, nodes.size());
+      if (!ok.ok()) return ok;
+    }
+  }
   for (uint32_t b = 0; b < layout.bucket_count(); ++b) {
     const Bucket& bucket = layout.bucket(b);
-    if (layout.classes[bucket.need_class].empty()) continue;
+    const std::vector<int32_t>& members = layout.classes[bucket.need_class];
+    if (members.empty()) continue;
     absl::Status ok = CheckNode(bucket.source_node,
                                 std::min(nodes.size(), head_of_node.size()));
     if (!ok.ok()) return ok;
     const int32_t head = head_of_node[bucket.source_node];
     ok = CheckNode(head, nodes.size());
     if (!ok.ok()) return ok;
+    const bool owner_needs =
+        std::binary_search(members.begin(), members.end(), bucket.source_node);
+    const bool head_needs =
+        std::binary_search(members.begin(), members.end(), head);
+    const size_t have_it =
+        bucket.source_node == head ? head_needs : owner_needs + head_needs;
+    if (members.size() > have_it) {
+      Flow& flow = moved[{head, bucket.need_class,
+                          owner_needs ? bucket.source_node : -1}];
+      flow.source_node = head;
+      flow.need_class = bucket.need_class;
+      AddBucket(layout, b, &flow);
+    } else if (!head_needs) {
+      continue;  // nobody waits for the head
+    }
     wanted[b].insert(head);
-    Flow& flow = moved[{head, bucket.need_class}];
-    flow.source_node = head;
-    flow.need_class = bucket.need_class;
-    AddBucket(layout, b, &flow);
   }
   PolicyFlows result;
   for (auto& entry : moved) {
     Flow& flow = entry.second;
     std::vector<int32_t> receivers;
     for (int32_t node : layout.classes[flow.need_class]) {
-      absl::Status ok = CheckNode(node, nodes.size());
-      if (!ok.ok()) return ok;
-      if (node != flow.source_node) receivers.push_back(node);
+      if (node != flow.source_node && node != std::get<2>(entry.first)) {
+        receivers.push_back(node);
+      }
     }
-    if (receivers.empty()) continue;
     flow.chain = ChainOrder(nodes, flow.source_node, receivers, 0);
     result.flows.push_back(std::move(flow));
   }

@@ -1,6 +1,7 @@
 // Routes under PAIRED and BROADCAST, the compatible policies. SHARDED is
 // RouteFlows. Both keep this project's store: a node takes each bucket once,
-// however many of its workers are targets.
+// however many of its workers are targets, and never one that it owns. A
+// sender's gathered buckets serve its own workers, too.
 
 #ifndef WEIGHTSYNC_SCHEDULE_POLICY_H_
 #define WEIGHTSYNC_SCHEDULE_POLICY_H_

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "schedule/block_scale.h"
 #include "schedule/error.h"
 
 namespace weightsync {
@@ -125,6 +126,13 @@ absl::StatusOr<std::vector<BucketCopy>> SnapshotCopies(
     ok = CheckMemoryBox(catalog, shard, "trainer shard");
     if (!ok.ok()) return ok;
   }
+  absl::StatusOr<std::vector<MemoryBox>> scales = ScalesFor(catalog, shards);
+  if (!scales.ok()) return scales.status();
+  const size_t first_scale = shards.size();
+  if (!scales->empty()) {
+    scales->insert(scales->begin(), shards.begin(), shards.end());
+    shards = *scales;
+  }
   const BoxIndex index(catalog.size(), shards);
   std::vector<BucketCopy> copies;
   for (uint32_t b = 0; b < layout.bucket_count(); ++b) {
@@ -146,7 +154,9 @@ absl::StatusOr<std::vector<BucketCopy>> SnapshotCopies(
             rest.push_back(box);
             continue;
           }
-          absl::StatusOr<Cast> cast = CastBetween(dtype, param.dtype);
+          absl::StatusOr<Cast> cast = s >= first_scale
+                                          ? Cast::kBF16BlockScale
+                                          : CastBetween(dtype, param.dtype);
           if (!cast.ok()) {
             return InvalidPlan(
                 kDTypeMismatch,
@@ -154,10 +164,17 @@ absl::StatusOr<std::vector<BucketCopy>> SnapshotCopies(
                              rank, " as ", DTypeName(dtype), ": ",
                              cast.status().message()));
           }
-          copies.push_back(BucketCopy{
-              b, shard.memory,
+          BucketCopy copy;
+          copy.bucket = b;
+          copy.memory = shard.memory;
+          copy.copy =
               CopyBox(part, shard.box, shard.offset, shard.strides, piece.box,
-                      piece.offset, dense, DTypeSize(dtype), size, *cast)});
+                      piece.offset, dense, DTypeSize(dtype), size, *cast);
+          if (*cast == Cast::kBF16ToF8E4M3 || *cast == Cast::kBF16BlockScale) {
+            copy.ordinal = piece.ordinal;
+            copy.part = part;
+          }
+          copies.push_back(std::move(copy));
           Subtract(box, shard.box, &rest);
         }
         missing.swap(rest);
@@ -198,11 +215,13 @@ absl::StatusOr<std::vector<BucketCopy>> ApplyCopies(
       Box part;
       if (!Intersect(piece.box, live.box, &part)) continue;
       filled += part.Volume();
-      copies.push_back(BucketCopy{
-          layout.table->piece_bucket[p], live.memory,
-          CopyBox(part, piece.box, piece.offset,
-                  DenseStrides(piece.box.extent, size), live.box, live.offset,
-                  live.strides, size, size, Cast::kNone)});
+      BucketCopy copy;
+      copy.bucket = layout.table->piece_bucket[p];
+      copy.memory = live.memory;
+      copy.copy = CopyBox(part, piece.box, piece.offset,
+                          DenseStrides(piece.box.extent, size), live.box,
+                          live.offset, live.strides, size, size, Cast::kNone);
+      copies.push_back(std::move(copy));
     }
     // Pieces are disjoint, so the sum tells.
     if (filled != live.box.Volume()) {

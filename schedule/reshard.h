@@ -48,7 +48,8 @@ struct StridedCopy {
   Dims src_strides;
   Dims dst_strides;
   // Bytes written per run. Equal to the bytes read unless `cast` is set: then
-  // a run is of run_bytes / (size of the destination's dtype) elements.
+  // a run is of run_bytes / (size of the destination's dtype) elements. Of
+  // kBF16BlockScale every element is read from the block that begins there.
   int64_t run_bytes = 0;
   Cast cast = Cast::kNone;
 
@@ -68,6 +69,10 @@ struct BucketCopy {
   uint32_t bucket = 0;
   int32_t memory = 0;
   StridedCopy copy;
+  // Of kBF16ToF8E4M3 and kBF16BlockScale alone: the elements of the parameter,
+  // from which the blocks follow. All of every block lies in `memory`.
+  uint32_t ordinal = 0;
+  Box part;
 };
 
 // A contiguous stretch of elements, both in the flattened global tensor and in
@@ -88,7 +93,8 @@ StridedCopy CopyBox(const Box& part, const Box& src_box, int64_t src_offset,
                     int64_t src_size, int64_t dst_size, Cast cast);
 
 // Every piece of every bucket that `rank` owns, from its shards, in bucket
-// order. A piece may come from several shards.
+// order. A piece may come from several shards; those of scales come from the
+// tensors that they belong to (block_scale.h).
 //   INVALID_LAYOUT   the layout is of another catalog; strides do not fit
 //   SHARD_NOT_HELD   the layout expects an element that the shards lack
 //   DTYPE_MISMATCH   no cast leads to the catalog's dtype

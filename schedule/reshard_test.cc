@@ -145,6 +145,29 @@ TEST(ApplyTest, BadBoxesHaveAReason) {
   EXPECT_EQ(reason(*catalog, box), "DTYPE_MISMATCH");
 }
 
+TEST(ApplyTest, ABoxThatNobodyFillsIsNamed) {
+  // A layout of which a part was lost on the way.
+  auto catalog = Catalog::Create({MakeParam("a", {8, 4}), MakeParam("b", {4})});
+  auto layout =
+      BuildLayout(*catalog, {SourceRank{0, 0, Everything(*catalog)}}, {}, 32);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  const MemoryBox whole = Dense(0, MakeBox({{0, 8}, {0, 4}}), 0);
+  ASSERT_TRUE(ApplyCopies(*catalog, *layout, {whole}).ok());
+  auto table = std::make_shared<BucketTable>(*layout->table);
+  ASSERT_EQ(table->param_begin[1], 2u);
+  table->param_pieces.erase(table->param_pieces.begin());
+  for (size_t o = 1; o < table->param_begin.size(); ++o) {
+    --table->param_begin[o];
+  }
+  UpdateLayout broken = *layout;
+  broken.table = table;
+  const absl::Status status = ApplyCopies(*catalog, broken, {whole}).status();
+  EXPECT_EQ(ReasonOf(status), "UNFILLED_BOX");
+  EXPECT_THAT(std::string(status.message()),
+              ::testing::AllOf(::testing::HasSubstr("'a'"),
+                               ::testing::HasSubstr("16 elements")));
+}
+
 TEST(DirectTest, CopiesWhatBothHold) {
   auto catalog = Catalog::Create({MakeParam("a", {8, 4})});
   auto copies = DirectCopies(*catalog, {Dense(0, MakeBox({{0, 4}, {0, 4}}), 3)},

@@ -14,7 +14,7 @@ import sys
 # What each room may include of this project, itself apart. client/ctl is a room of its own:
 # it draws plans, so it alone of client/ may see schedule/.
 ALLOWED = {
-    "proto": {"transport"},
+    "proto": {"schedule", "transport"},
     "schedule": set(),
     "transport": set(),
     "daemon": {"proto", "schedule", "transport"},
@@ -23,8 +23,15 @@ ALLOWED = {
     "tests": {"client", "daemon", "proto", "schedule", "transport"},
 }
 
-# What proto/ may see of transport/: the header that gives errors their reasons.
-PROTO_MAY_SEE = {"transport/error.h"}
+# What proto/ may see of lower rooms, to write it as messages: errors with their reasons, and plans.
+PROTO_MAY_SEE = {
+    "schedule/catalog.h",
+    "schedule/describe.h",
+    "schedule/error.h",
+    "schedule/models.h",
+    "schedule/transfer_schedule.h",
+    "transport/error.h",
+}
 
 # Headers of the accelerator, and the only folders that may see them.
 DEVICE_HEADERS = re.compile(r"^(cuda\w*|nccl\w*|nv\w+|driver_types|curand\w*)(\.h|\.cuh)$|^(cuda|nv)/")

@@ -21,7 +21,11 @@
 #include "client/ctl/format.h"
 #include "client/ctl/help.h"
 #include "client/ctl/names.h"
+#include "client/ctl/plan.h"
 #include "client/ctl/render.h"
+#include "proto/plan.h"
+#include "proto/status.h"
+#include "schedule/describe.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
 namespace weightsync {
@@ -37,6 +41,8 @@ struct Arguments {
   absl::optional<absl::Duration> timeout;
   bool json = false;
   bool help = false;
+  // Those of `plan`.
+  Options options;
 };
 
 // Takes "--name value" and "--name=value".
@@ -71,7 +77,9 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       value = name.substr(equals + 1);
       name.resize(equals);
     }
-    if (name != "--address" && name != "--timeout") {
+    const bool of_plan =
+        absl::StartsWith(name, "--") && IsPlanOption(name.substr(2));
+    if (name != "--address" && name != "--timeout" && !of_plan) {
       return usage(absl::StrCat("unknown option ", name));
     }
     if (equals == std::string::npos) {
@@ -79,6 +87,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
         return usage(absl::StrCat(name, " needs a value"));
       }
       value = args[++i];
+    }
+    if (of_plan) {
+      parsed.options.emplace_back(name.substr(2), value);
+      continue;
     }
     if (name == "--address") {
       parsed.address = value;
@@ -91,6 +103,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
                                 " is no time: write 500ms, 10s or 2m"));
     }
     parsed.timeout = timeout;
+  }
+  if (!parsed.options.empty() && parsed.command != "plan") {
+    return usage(absl::StrCat("--", parsed.options[0].first,
+                              " is an option of plan only"));
   }
   return parsed;
 }
@@ -139,8 +155,12 @@ class Ctl {
   int Replicas();
   int Nodes();
   int Prepare();
+  int Plan();
 
  private:
+  // Of a registered model: its daemon makes the plan.
+  absl::StatusOr<v1::PlanResponse> AskPlan(const PlanOrder& order);
+
   absl::Duration timeout() const {
     return arguments_.timeout.value_or(kDefaultTimeout);
   }
@@ -525,6 +545,54 @@ int Ctl::Prepare() {
   });
 }
 
+absl::StatusOr<v1::PlanResponse> Ctl::AskPlan(const PlanOrder& order) {
+  v1::PlanRequest request;
+  request.set_model(order.registered);
+  const absl::StatusOr<schedule::Policy> policy = schedule::ParsePolicy(
+      order.spec.policy().empty() ? "auto" : order.spec.policy());
+  if (!policy.ok()) return policy.status();
+  request.set_policy(PolicyToProto(*policy));
+  v1::PlanResponse response;
+  const absl::Status status = Call("Plan", [&](grpc::ClientContext* context) {
+    return stub_->Plan(context, request, &response);
+  });
+  if (!status.ok()) return status;
+  return response;
+}
+
+int Ctl::Plan() {
+  if (!arguments_.positional.empty()) {
+    return Usage(
+        "plan takes options only: --registered MODEL for one that is "
+        "registered, --model NAME for a known one");
+  }
+  const absl::StatusOr<PlanOrder> order = ReadPlanOrder(arguments_.options);
+  if (!order.ok()) {
+    const bool usage = !order.status().GetPayload(kReasonPayload).has_value();
+    return usage ? UsageOf(order.status()) : Fail(order.status());
+  }
+  v1::PlanResponse response;
+  std::string copies;
+  if (!order->registered.empty()) {
+    absl::StatusOr<v1::PlanResponse> asked = AskPlan(*order);
+    if (!asked.ok()) return Fail(asked.status());
+    response = *std::move(asked);
+  } else {
+    const absl::Time start = absl::Now();
+    const absl::StatusOr<schedule::PlanReport> report =
+        PlanOfSpec(order->spec, order->catalog.get(), order->workers);
+    if (!report.ok()) return Fail(report.status());
+    response = ToPlanResponse(*report, absl::Now() - start);
+    if (!arguments_.json) copies = RenderCopies(*report);
+  }
+  if (arguments_.json) {
+    *screen_.out << response.json() << "\n";
+  } else {
+    *screen_.out << RenderPlan(PlanTitle(*order), response) << copies;
+  }
+  return kExitOk;
+}
+
 }  // namespace
 
 int Run(const std::vector<std::string>& args,
@@ -560,7 +628,7 @@ int Run(const std::vector<std::string>& args,
       {"status", &Ctl::Status},     {"watch", &Ctl::Watch},
       {"models", &Ctl::Models},     {"versions", &Ctl::Versions},
       {"replicas", &Ctl::Replicas}, {"nodes", &Ctl::Nodes},
-      {"prepare", &Ctl::Prepare},
+      {"prepare", &Ctl::Prepare},   {"plan", &Ctl::Plan},
   };
   for (const auto& command : kCommands) {
     if (arguments.command != command.name) continue;

@@ -60,6 +60,40 @@ All nodes, or one with its memory and labels.
 Has groups joined and memory reserved, so that the next update finds all of it
 there. Moves no weights; safe to repeat.
 )"},
+    {"plan", "who would send what to whom, and what it would cost",
+     R"(weightsyncctl plan [--config FILE] [--model NAME | --catalog FILE]
+                   --training_sharding S --training_gpus T
+                   --inference_replicas R --inference_tp P
+                   [--policy X] [--bucket_size B] [--base_port P]
+                   [--link_gbps G] [--worker R:T] [--json]
+weightsyncctl plan --registered MODEL [--policy X] [--json]
+
+Plans an update of a cluster that need not exist; asks no daemon and moves
+nothing. With --registered, the plan of a model as it would run now, by the
+daemon at --address.
+
+  --config FILE             a weightsync.v1.PlanSpec in text format; options
+                            override it
+  --model NAME              a model that weightsync knows: qwen2.5-0.5b,
+                            llama-3.1-8b, llama-3.1-70b, qwen3-30b-a3b,
+                            deepseek-v3
+  --catalog FILE            a .safetensors file, or a model's .index.json
+  --training_sharding S     dp, fsdp or zero3
+  --training_gpus T         trainer ranks
+  --inference_replicas R, --inference_tp P
+                            engines, and GPUs of each
+  --policy X                auto (the default: the cheapest), paired,
+                            broadcast or sharded
+  --bucket_size B           bytes; or --weight_chunked_mem_mb in MiB
+  --base_port P             of the first pair; ports are shown with PAIRED
+  --link_gbps G             of each node's link, in Gbit/s (default 100)
+  --copy_gbytes_per_second C
+                            of a node's memory (default 10)
+  --gpus_per_node N         on both sides (default 8)
+  --training_pp N, --training_tp N, --training_ep N, --inference_ep N
+                            pipeline, tensor and expert parallelism
+  --worker R:T              lists every copy of that worker; may be repeated
+)"},
     {"help", "this, or help about a command", "weightsyncctl help [COMMAND]\n"},
 };
 

@@ -103,6 +103,28 @@ absl::Duration TotalTime(const v1::Version& version, absl::Time now) {
   return std::max(end - FromProto(version.create_time()), absl::ZeroDuration());
 }
 
+absl::Duration Predicted(const v1::Version& version, const char* phase) {
+  for (const v1::PhaseTime& time : version.phases()) {
+    if (time.phase() == phase) return FromProto(time.predicted());
+  }
+  return absl::ZeroDuration();
+}
+
+// ", 790 ms predicted"; nothing where nothing was.
+std::string PredictedText(const v1::Version& version, const char* phase) {
+  const absl::Duration predicted = Predicted(version, phase);
+  return predicted > absl::ZeroDuration()
+             ? absl::StrCat(", ", HumanDuration(predicted), " predicted")
+             : "";
+}
+
+// "SHARDED".
+std::string PolicyText(v1::TransferPolicy policy) {
+  const std::string name = v1::TransferPolicy_Name(policy);
+  const std::string prefix = "TRANSFER_POLICY_";
+  return absl::StartsWith(name, prefix) ? name.substr(prefix.size()) : name;
+}
+
 // "ACTIVE, 988.1 MB in 1.20 s, pause 310 ms".
 std::string EndText(const v1::Version& version, absl::Time now) {
   if (version.state() == v1::Version::STATE_ABORTED) {
@@ -113,7 +135,8 @@ std::string EndText(const v1::Version& version, absl::Time now) {
   const absl::Duration transfer = PhaseDuration(version, "transfer");
   if (version.wire_bytes() > 0 && transfer > absl::ZeroDuration()) {
     absl::StrAppend(&text, ", transfer ", HumanDuration(transfer), " (",
-                    HumanRate(version.wire_bytes(), transfer), ")");
+                    HumanRate(version.wire_bytes(), transfer),
+                    PredictedText(version, "transfer"), ")");
   }
   if (version.replicas_size() > 0) {
     absl::StrAppend(&text, ", pause ", HumanDuration(LongestPause(version)),
@@ -195,7 +218,8 @@ std::string ProgressText(const v1::Version& version) {
       return "reserving memory, joining groups";
     case v1::Version::STATE_MOVING:
       return absl::StrCat(HumanBytes(Received(version)), " of ",
-                          HumanBytes(version.wire_bytes()));
+                          HumanBytes(version.wire_bytes()),
+                          PredictedText(version, "transfer"));
     case v1::Version::STATE_PAUSING:
       return absl::StrCat(
           CountReplicas(version, &v1::ReplicaTimes::has_paused_time), " of ",
@@ -324,22 +348,24 @@ std::string RenderVersions(const std::vector<v1::Version>& versions,
                            absl::Time now) {
   if (versions.empty()) return "No versions.\n";
   Table table({"MODEL", "VERSION", "UPDATE", "STATE", "BYTES", "TRANSFER",
-               "PAUSE", "TOTAL", "STARTED"});
+               "PREDICTED", "PAUSE", "TOTAL", "STARTED"});
   std::string failures;
   for (const v1::Version& version : versions) {
     const std::string& name = version.name();
     const size_t cut = name.find("/versions/");
     const absl::Duration transfer = PhaseDuration(version, "transfer");
+    const absl::Duration predicted = Predicted(version, "transfer");
     const absl::Duration pause = LongestPause(version);
-    table.Add({LastPart(name.substr(0, cut)), absl::StrCat(version.version()),
-               ShortId(version.update_id()), StateName(version.state()),
-               HumanBytes(version.total_bytes()),
-               transfer > absl::ZeroDuration() ? HumanDuration(transfer) : "-",
-               pause > absl::ZeroDuration() ? HumanDuration(pause) : "-",
-               HumanDuration(TotalTime(version, now)),
-               version.has_create_time()
-                   ? Ago(now, FromProto(version.create_time()))
-                   : "-"});
+    table.Add(
+        {LastPart(name.substr(0, cut)), absl::StrCat(version.version()),
+         ShortId(version.update_id()), StateName(version.state()),
+         HumanBytes(version.total_bytes()),
+         transfer > absl::ZeroDuration() ? HumanDuration(transfer) : "-",
+         predicted > absl::ZeroDuration() ? HumanDuration(predicted) : "-",
+         pause > absl::ZeroDuration() ? HumanDuration(pause) : "-",
+         HumanDuration(TotalTime(version, now)),
+         version.has_create_time() ? Ago(now, FromProto(version.create_time()))
+                                   : "-"});
     if (version.state() == v1::Version::STATE_ABORTED) {
       absl::StrAppend(&failures, name, ": ", FailureText(version.failure()),
                       "\n");
@@ -492,6 +518,11 @@ std::string RenderVersion(const v1::Version& version, absl::Time now) {
   fields.Add("wire bytes",
              absl::StrCat(HumanBytes(version.wire_bytes()), " in ",
                           version.bucket_count(), " buckets"));
+  if (version.transfer_policy() != v1::TRANSFER_POLICY_UNSPECIFIED) {
+    fields.Add("policy", PolicyText(version.transfer_policy()));
+    fields.Add("bound by", Dash(version.bound_by()));
+    fields.Add("lower bound", HumanDuration(FromProto(version.lower_bound())));
+  }
   fields.Add("layout", Dash(version.layout_id()));
   fields.Add("digest", absl::StrFormat("%016x%016x", version.digest().lane0(),
                                        version.digest().lane1()));

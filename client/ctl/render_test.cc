@@ -1,5 +1,6 @@
 #include "client/ctl/render.h"
 
+#include <gmock/gmock.h>
 #include <google/protobuf/text_format.h>
 #include <gtest/gtest.h>
 
@@ -34,7 +35,11 @@ v1::Version Active() {
     create_time { seconds: 1900 } end_time { seconds: 1901 nanos: 500000000 }
     total_bytes: 988065536 wire_bytes: 988065536 moved_bytes: 988065536
     bucket_count: 12 digest { lane0: 1 lane1: 255 }
-    phases { phase: "transfer" measured { nanos: 800000000 } }
+    transfer_policy: TRANSFER_POLICY_SHARDED bound_by: "link into b"
+    lower_bound { nanos: 780000000 }
+    phases { phase: "gather" measured { nanos: 100000 } }
+    phases { phase: "transfer" measured { nanos: 800000000 }
+             predicted { nanos: 790000000 } }
     phases { phase: "apply" measured { nanos: 200000000 }
              predicted { nanos: 180000000 } }
     ranks { rank: 0 snapshot_time { seconds: 1900 } copied_bytes: 329355264
@@ -65,7 +70,13 @@ TEST(RenderTest, ABarForTerminals) {
   EXPECT_EQ(ProgressBar(Moving(), Now(), 30).size(), 30u);
   EXPECT_EQ(ProgressBar(Active(), Now(), 200),
             "models/qwen/versions/2  ACTIVE     988.1 MB in 1.50 s, transfer "
-            "800 ms (1.24 GB/s), pause 260 ms, 1 replica");
+            "800 ms (1.24 GB/s, 790 ms predicted), pause 260 ms, 1 replica");
+  v1::Version moving = Moving();
+  v1::PhaseTime* transfer = moving.add_phases();
+  transfer->set_phase("transfer");
+  transfer->mutable_predicted()->set_seconds(3);
+  EXPECT_THAT(ProgressBar(moving, Now(), 200),
+              ::testing::HasSubstr("of 988.1 MB, 3.00 s predicted"));
   EXPECT_EQ(ProgressBar(Aborted(), Now(), 200),
             "models/qwen/versions/4  ABORTED    PAUSE_TIMEOUT: Replica r1 did "
             "not pause in 60 s.");
@@ -101,13 +112,14 @@ TEST(RenderTest, EveryStateCountsItsOwnProgress) {
 TEST(RenderTest, Versions) {
   EXPECT_EQ(
       RenderVersions({Aborted(), Moving(), Active()}, Now()),
-      "MODEL  VERSION  UPDATE    STATE       BYTES  TRANSFER   PAUSE   TOTAL  "
-      "     STARTED\n"
-      "qwen         4  aaaaaaaa  ABORTED      10 B         -       -  5.00 s  "
-      "    10 s ago\n"
-      "qwen         3  01234567  MOVING   988.1 MB         -       -  2.00 s  "
-      "     2 s ago\n"
-      "qwen         2  fedcba98  ACTIVE   988.1 MB    800 ms  260 ms  1.50 s  "
+      "MODEL  VERSION  UPDATE    STATE       BYTES  TRANSFER  PREDICTED   "
+      "PAUSE   TOTAL       STARTED\n"
+      "qwen         4  aaaaaaaa  ABORTED      10 B         -          -       "
+      "-  5.00 s      10 s ago\n"
+      "qwen         3  01234567  MOVING   988.1 MB         -          -       "
+      "-  2.00 s       2 s ago\n"
+      "qwen         2  fedcba98  ACTIVE   988.1 MB    800 ms     790 ms  "
+      "260 ms  1.50 s  "
       "1 m 40 s ago\n"
       "models/qwen/versions/4: PAUSE_TIMEOUT: Replica r1 did not pause in 60 "
       "s.\n");
@@ -123,11 +135,15 @@ step         7
 started      1 m 40 s ago
 model bytes  988.1 MB
 wire bytes   988.1 MB in 12 buckets
+policy       SHARDED
+bound by     link into b
+lower bound  780 ms
 layout       00aa
 digest       000000000000000100000000000000ff
 
 PHASE     MEASURED  PREDICTED
-transfer    800 ms          -
+gather      100 us          -
+transfer    800 ms     790 ms
 apply       200 ms     180 ms
 
 RANK    COPIED    COPY       RATE

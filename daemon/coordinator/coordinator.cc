@@ -67,6 +67,10 @@ absl::StatusOr<v1::ListVersionsResponse> Coordinator::ListVersions(
   return Queries(*core_).ListVersions(request, now);
 }
 
+absl::StatusOr<schedule::PlanReport> Coordinator::Plan(
+    const v1::PlanRequest& request) const {
+  return core_->PlanNow(request);
+}
 const std::string& Coordinator::cluster_id() const {
   return core_->cluster_id();
 }

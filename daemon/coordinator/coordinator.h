@@ -32,6 +32,7 @@
 #include "daemon/coordinator/actions.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/options.h"
+#include "schedule/describe.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
 
@@ -88,6 +89,10 @@ class Coordinator {
       const v1::ListReplicasRequest& request) const;
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(
       const v1::ListVersionsRequest& request, absl::Time now) const;
+
+  // AdminService.Plan of a registered model.
+  absl::StatusOr<schedule::PlanReport> Plan(
+      const v1::PlanRequest& request) const;
 
   const std::string& cluster_id() const;
   int64_t term() const;

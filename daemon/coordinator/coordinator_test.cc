@@ -91,9 +91,9 @@ TEST(CoordinatorTest, LockstepPausesAllThenCommitsThenAppliesThenResumes) {
   }
   std::vector<std::string> phases;
   for (const auto& phase : version.phases()) phases.push_back(phase.phase());
-  EXPECT_THAT(phases,
-              ::testing::ElementsAre("gather", "prepare", "transfer", "pause",
-                                     "commit", "apply", "resume", "total"));
+  EXPECT_THAT(phases, ::testing::ElementsAre("gather", "snapshot", "prepare",
+                                             "transfer", "pause", "commit",
+                                             "apply", "resume", "total"));
   EXPECT_EQ(c.Replica("r2").version(), 1);
   EXPECT_EQ(c.Replica("r2").state(), v1::Replica::STATE_SERVING);
   EXPECT_TRUE(c.engines["r1"].last_resume.weights_changed());

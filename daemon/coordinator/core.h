@@ -6,6 +6,7 @@
 //   core_update.cc   events for the update machine, and what its actions mean
 //   core_replica.cc  the same for the replica machines; late join and repair
 //   core_prepare.cc  AdminService.Prepare
+//   core_plan.cc     plans of updates, and what ended ones teach about rates
 //   core_recovery.cc what a new term makes of the journal
 //   queries.cc       what AdminService shows
 //
@@ -24,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "daemon/coordinator/actions.h"
@@ -35,6 +37,8 @@
 #include "daemon/coordinator/registry.h"
 #include "daemon/coordinator/replica_machine.h"
 #include "daemon/coordinator/update_machine.h"
+#include "daemon/coordinator/update_plan.h"
+#include "schedule/describe.h"
 
 namespace weightsync {
 namespace daemon {
@@ -85,6 +89,10 @@ struct UpdateRun {
   std::map<int32_t, int> rank_index;
   std::map<std::string, int> replica_index;  // by short name
   std::vector<v1::BucketDigest> manifest;
+  // Null for one that an earlier term committed.
+  std::shared_ptr<const schedule::PolicyPlan> plan;
+  // By phase, as PhaseTime names them.
+  std::map<std::string, absl::Duration> predicted;
   std::vector<v1::Flow> flows;
   int64_t flows_epoch = -1;
   std::string group_secret;
@@ -144,6 +152,10 @@ class CoordinatorCore {
   Actions OnTick(absl::Time now);
   Actions OnPrepareRequest(absl::Time now, int64_t request,
                            const v1::PrepareRequest& prepare);
+
+  // AdminService.Plan, of a registered model. Touches nothing.
+  absl::StatusOr<schedule::PlanReport> PlanNow(
+      const v1::PlanRequest& request) const;
 
   const std::string& cluster_id() const { return cluster_id_; }
   int64_t term() const { return term_; }
@@ -269,6 +281,18 @@ class CoordinatorCore {
   void TickPrepare(ModelRun* model);
   void EndPrepare(ModelRun* model, const Fault& fault);
 
+  // ---- core_plan.cc ----
+  // The inputs of a layout of now; `replicas` are those in it. REQUIRES: the
+  // model can be published.
+  v1::DefineLayout LayoutInputNow(const ModelRun& model,
+                                  std::set<std::string>* replicas) const;
+  // Chooses how the update is sent, and what to expect. REQUIRES: its layout.
+  absl::Status PlanRun(v1::TransferPolicy policy, UpdateRun* update);
+  void ShowPrediction(const UpdateRun& update, v1::PhaseTime* phase) const;
+  // Adds "snapshot" to the record when every rank was copied.
+  void ShowSnapshotPhase(UpdateRun* update);
+  void LearnRates(const UpdateRun& update);
+
   // ---- core_recovery.cc ----
   void Recover(const std::string& name, const JournalModel& journal);
 
@@ -294,6 +318,7 @@ class CoordinatorCore {
   std::deque<Posted> queue_;
 
   Registry registry_;
+  RateBook rates_;
   std::map<std::string, NodeRun> nodes_;
   std::map<std::string, std::string> streams_;  // stream -> node
   std::map<std::string, ModelRun> models_;

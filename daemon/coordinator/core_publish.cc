@@ -1,7 +1,10 @@
 // Publishes: calls of ranks, and the opening of an update.
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
+#include "proto/plan.h"
 #include "proto/status.h"
 
 namespace weightsync {
@@ -46,10 +49,22 @@ Fault CheckOptions(const v1::UpdateOptions& options) {
 
 // Equal for options that mean the same.
 std::string OptionsKey(const v1::UpdateOptions& options) {
-  return options.commit_policy().lockstep().on_straggler() ==
-                 v1::LockstepPolicy::ON_STRAGGLER_EVICT
-             ? "evict"
-             : "abort";
+  const bool evict = options.commit_policy().lockstep().on_straggler() ==
+                     v1::LockstepPolicy::ON_STRAGGLER_EVICT;
+  return absl::StrCat(
+      evict ? "evict" : "abort", ":",
+      PolicyToProto(PolicyFromProto(options.transfer_policy())));
+}
+
+v1::TransferPolicy PolicyOfKey(const std::string& key) {
+  int number = 0;
+  const size_t colon = key.find(':');
+  if (colon == std::string::npos ||
+      !absl::SimpleAtoi(key.substr(colon + 1), &number) ||
+      !v1::TransferPolicy_IsValid(number)) {
+    return v1::TRANSFER_POLICY_AUTO;
+  }
+  return static_cast<v1::TransferPolicy>(number);
 }
 
 void SetIndex(v1::Reply* reply, int64_t publish_index) {
@@ -222,23 +237,7 @@ void CoordinatorCore::SendLayout(const KnownLayout& layout,
 
 absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
     ModelRun* model, std::set<std::string>* replicas) {
-  replicas->clear();
-  for (const auto& entry : model->replicas) {
-    const ReplicaEntry* replica =
-        registry_.FindReplica(model->name, entry.first);
-    if (replica != nullptr && replica->Complete() &&
-        entry.second.machine.Complete()) {
-      replicas->insert(entry.first);
-    }
-  }
-  std::map<std::string, std::map<std::string, std::string>> labels;
-  for (const auto& node : nodes_) {
-    for (const auto& label : node.second.hello.labels()) {
-      labels[node.first][label.first] = label.second;
-    }
-  }
-  v1::DefineLayout input = registry_.LayoutInput(model->name, *replicas, labels,
-                                                 options_.bucket_bytes);
+  v1::DefineLayout input = LayoutInputNow(*model, replicas);
   std::string key = input.SerializeAsString();
   if (model->layout != nullptr && model->layout_input == key) {
     return model->layout;
@@ -269,6 +268,7 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     EndPrepare(model, Fault());
   }
 
+  Fault plan_fault;
   auto update = std::make_unique<UpdateRun>();
   update->model = model->name;
   update->update_id = options_.random_id();
@@ -277,12 +277,13 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   update->group_secret = options_.random_id();
   update->begin = now_;
   const Publish publish = model->book.Open(update->update_id);
-  if (publish.options == "evict") {
+  if (absl::StartsWith(publish.options, "evict")) {
     update->config.evict_stragglers = true;
     update->options.mutable_commit_policy()
         ->mutable_lockstep()
         ->set_on_straggler(v1::LockstepPolicy::ON_STRAGGLER_EVICT);
   }
+  update->options.set_transfer_policy(PolicyOfKey(publish.options));
   update->options.set_publish_mode(v1::PUBLISH_MODE_SNAPSHOT);
   update->options.set_update_mode(v1::UPDATE_MODE_STAGE);
   update->options.set_pause_mode(v1::PAUSE_MODE_DRAIN);
@@ -329,6 +330,13 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   record.set_bucket_count(
       static_cast<int32_t>(known.layout.plan.bucket_count()));
   record.set_layout_id(known.id());
+  const absl::Status planned =
+      PlanRun(update->options.transfer_policy(), update.get());
+  if (!planned.ok()) {
+    // Before the first byte: the update ends as soon as it runs.
+    plan_fault = Fault(planned.code(), ErrorReason(planned),
+                       std::string(planned.message()));
+  }
   for (const auto& rank : entry->ranks) {
     UpdateRank out;
     out.rank = rank.first;
@@ -353,6 +361,12 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   model->running = std::move(update);
   for (const PublishCall& call : publish.waiting) {
     JoinUpdate(model->running.get(), call);
+  }
+  if (!plan_fault.ok()) {
+    UpdateEvent cancel;
+    cancel.kind = UpdateEvent::kCancel;
+    cancel.fault = plan_fault;
+    Post(model->name, std::move(cancel));
   }
 }
 

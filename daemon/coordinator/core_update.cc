@@ -324,6 +324,7 @@ void CoordinatorCore::EndPhase(UpdateRun* update, const std::string& next) {
     if (phase == nullptr) {
       phase = update->record.add_phases();
       phase->set_phase(update->phase_name);
+      ShowPrediction(*update, phase);
     }
     *phase->mutable_measured() =
         ToProto(FromProto(phase->measured()) + now_ - update->phase_begin);
@@ -381,16 +382,8 @@ void CoordinatorCore::SendPrepare(ModelRun* model, int index) {
       options.excluded.push_back(node.excluded);
     }
     options.bad_edges = run.machine.bad_edges;
-    auto flows = MakeFlows(*run.layout, options);
-    if (!flows.ok()) {
-      UpdateEvent cancel;
-      cancel.kind = UpdateEvent::kCancel;
-      cancel.fault = Fault(StatusCode::kInternal, "ROUTES_FAILED",
-                           std::string(flows.status().message()));
-      Post(model->name, std::move(cancel));
-      return;
-    }
-    run.flows = *std::move(flows);
+    if (run.plan == nullptr) return;  // it is being cancelled
+    run.flows = FlowsOfPlan(*run.layout, *run.plan, options);
     run.flows_epoch = run.machine.epoch;
     for (v1::Flow& flow : run.flows) {
       for (v1::FlowMember& member : *flow.mutable_members()) {
@@ -482,9 +475,12 @@ void CoordinatorCore::Finish(ModelRun* model) {
   v1::Version& record = run->record;
   *record.mutable_end_time() = ToProto(now_);
   if (!active) *record.mutable_failure() = ToProto(run->machine.fault);
+  ShowSnapshotPhase(run.get());
   v1::PhaseTime* total = record.add_phases();
   total->set_phase("total");
+  ShowPrediction(*run, total);
   *total->mutable_measured() = ToProto(now_ - run->begin);
+  if (active) LearnRates(*run);
   if (!run->manifest.empty()) {
     uint64_t lane0 = 0;
     uint64_t lane1 = 0;

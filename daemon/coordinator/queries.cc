@@ -375,6 +375,7 @@ v1::Version Queries::ShowRunning(const UpdateRun& update,
   if (phase == nullptr) {
     phase = out.add_phases();
     phase->set_phase(update.phase_name);
+    core_.ShowPrediction(update, phase);
   }
   *phase->mutable_measured() =
       ToProto(FromProto(phase->measured()) + now - update.phase_begin);

@@ -71,8 +71,10 @@ TEST_F(FlagsTest, LabelsAndPortRange) {
 TEST_F(FlagsTest, WrongValuesNameTheirFlag) {
   for (const char* flag :
        {"--pause_timeout=0s", "--pause_timeout=soon", "--data_port_range=9-8",
-        "--labels=zone", "--keep_updates=0", "--store_budget_bytes=-1",
-        "--apply_attempts=0", "--heartbeat_timeout=1s"}) {
+        "--data_port_range=65530-65536", "--data_port_range=0-5",
+        "--data_port_range=7000", "--labels=zone", "--keep_updates=0",
+        "--store_budget_bytes=-1", "--apply_attempts=0",
+        "--heartbeat_timeout=1s"}) {
     gflags::FlagSaver saver;
     const absl::StatusOr<Options> options = Parse({flag});
     ASSERT_FALSE(options.ok()) << flag;

@@ -4,6 +4,7 @@
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_ADMIN_SERVICE_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_ADMIN_SERVICE_H_
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -16,6 +17,7 @@
 #include "daemon/service/answer.h"
 #include "daemon/service/coordinator_loop.h"
 #include "daemon/service/stream.h"
+#include "daemon/service/task_threads.h"
 #include "grpcpp/channel.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
@@ -75,6 +77,10 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   grpc::ServerUnaryReactor* Prepare(grpc::CallbackServerContext* context,
                                     const v1::PrepareRequest* request,
                                     v1::PrepareResponse* response) override;
+  // A described plan is made here, whoever coordinates. In admin_plan.cc.
+  grpc::ServerUnaryReactor* Plan(grpc::CallbackServerContext* context,
+                                 const v1::PlanRequest* request,
+                                 v1::PlanResponse* response) override;
 
   // Ends all watches, and those that come later.
   void Shutdown();
@@ -103,6 +109,10 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
         ABSL_GUARDED_BY(mutex);
   };
   const std::shared_ptr<Watches> watches_ = std::make_shared<Watches>();
+
+  // Described plans that are being made: large ones take seconds and memory.
+  std::atomic<int> planning_{0};
+  TaskThreads plans_{"ws-plan"};
 };
 
 // Follows a version as AdminService.WatchVersion promises. On a coordinator.

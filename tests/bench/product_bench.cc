@@ -24,6 +24,14 @@
 //   memcpy_tensors  the same, one call for each tensor: where the C library
 //             streams round the cache only in large calls, this is slower
 //   sockets   of as many bytes to --sink, by the best of 1, 2 and 4 streams
+// With --predict two more lines, of the seconds of the transfer beside those
+// that were predicted:
+//   predict_…          by the cost model, for links as fast as the plain
+//   sockets
+//                      were just before, and copies as fast as the last ones;
+//                      the nodes share one machine's processors, so that
+//                      copying out takes its time from sending
+//   predict_…_learned  by the daemon, from the updates before
 #include <gflags/gflags.h>
 #include <unistd.h>
 
@@ -48,6 +56,7 @@
 #include "client/cc/trainer.h"
 #include "client/cc/worker.h"
 #include "glog/logging.h"
+#include "schedule/cost.h"
 #include "tests/bench/floor.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
@@ -78,6 +87,7 @@ DEFINE_bool(stream, false,
 DEFINE_string(floor, "memcpy",
               "\"memcpy\", \"memcpy_tensors\" or \"sockets\".");
 DEFINE_string(sink, "", "\"host:port\" of the sink of plain sockets.");
+DEFINE_bool(predict, false, "Compares predictions, too.");
 DEFINE_bool(verbose, false, "Prints every update to stderr.");
 
 namespace weightsync {
@@ -185,8 +195,15 @@ bool InSeconds() {
          FLAGS_value == "stall";
 }
 
-// One update, and what was taken of it in the unit of the benchmark.
-absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
+struct Update {
+  double value = 0;  // in the unit of the benchmark
+  double transfer_seconds = 0;
+  double predicted_seconds = 0;  // by the daemon
+  double copy_seconds = 0;       // out of the trainer
+};
+
+// One update, and what was taken of it.
+absl::StatusOr<Update> MeasureUpdate(client::Trainer* trainer) {
   const absl::Time start = absl::Now();
   client::PublishOptions options;
   if (FLAGS_stream) {
@@ -203,8 +220,11 @@ absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
         version->name(), " reached ", version->replicas_size(), " replicas"));
   }
   absl::Duration transfer;
+  absl::Duration predicted;
   for (const v1::PhaseTime& phase : version->phases()) {
-    if (phase.phase() == "transfer") transfer = FromProto(phase.measured());
+    if (phase.phase() != "transfer") continue;
+    transfer = FromProto(phase.measured());
+    predicted = FromProto(phase.predicted());
   }
   absl::Time applied = start;
   absl::Time paused = absl::InfiniteFuture();
@@ -235,7 +255,28 @@ absl::StatusOr<double> MeasureUpdate(client::Trainer* trainer) {
         absl::StrCat(version->name(), " says nothing of its times"));
   }
   const double seconds = absl::ToDoubleSeconds(time);
-  return InSeconds() ? seconds : FLAGS_bytes / seconds / 1e9;
+  Update update;
+  update.value = InSeconds() ? seconds : FLAGS_bytes / seconds / 1e9;
+  update.transfer_seconds = absl::ToDoubleSeconds(transfer);
+  update.predicted_seconds = absl::ToDoubleSeconds(predicted);
+  update.copy_seconds = absl::ToDoubleSeconds(published->copy_duration);
+  return update;
+}
+
+// What the cost model expects of this model's way along a chain of all
+// replicas' nodes, over links of `rate` bytes a second, while copying it out
+// takes `copy_seconds`.
+double PredictTransfer(double rate, double copy_seconds) {
+  schedule::Flow flow;
+  flow.bytes = FLAGS_bytes;
+  for (int node = 1; node <= FLAGS_replicas; ++node) flow.chain.push_back(node);
+  std::vector<schedule::NodeLabels> nodes(FLAGS_replicas + 1);
+  schedule::CostEstimate cost;
+  cost.nodes.resize(nodes.size());
+  schedule::Rates rates;
+  rates.link = rate;
+  schedule::EstimateTransfer({flow}, nodes, rates, &cost);
+  return cost.transfer_seconds + copy_seconds;
 }
 
 absl::StatusOr<double> MeasureFloor(const WarmMemory& source,
@@ -301,22 +342,37 @@ absl::Status RunTrainer() {
   if (FLAGS_floor != "sockets") target.reset(new WarmMemory(FLAGS_bytes));
 
   std::vector<double> values, floors, ratios;
+  std::vector<double> transfers, predicted, predicted_ratios;
+  std::vector<double> learned, learned_ratios;
+  double copy_seconds = 0;
   for (int run = -FLAGS_warm_up; run < FLAGS_runs; ++run) {
     // What changes between versions must not be a whole model: it is the
     // trainer's own work, and not what is measured.
     for (int64_t i = 0; i < FLAGS_bytes; i += 4096) ++arena->data[i];
     absl::StatusOr<double> floor = MeasureFloor(source, target.get());
     if (!floor.ok()) return floor.status();
-    absl::StatusOr<double> value = MeasureUpdate(trainer->get());
-    if (!value.ok()) return value.status();
+    absl::StatusOr<Update> update = MeasureUpdate(trainer->get());
+    if (!update.ok()) return update.status();
+    const double expected = PredictTransfer(
+        InSeconds() ? FLAGS_bytes / *floor : *floor * 1e9, copy_seconds);
+    copy_seconds = update->copy_seconds;
     if (FLAGS_verbose) {
-      std::fprintf(stderr, "run %d: value %.4f floor %.4f\n", run, *value,
-                   *floor);
+      std::fprintf(stderr,
+                   "run %d: value %.4f floor %.4f, transfer %.4f s, predicted "
+                   "%.4f s, learned %.4f s\n",
+                   run, update->value, *floor, update->transfer_seconds,
+                   expected, update->predicted_seconds);
     }
     if (run < 0) continue;
-    values.push_back(*value);
+    values.push_back(update->value);
     floors.push_back(*floor);
-    ratios.push_back(*value / *floor);
+    ratios.push_back(update->value / *floor);
+    transfers.push_back(update->transfer_seconds);
+    predicted.push_back(expected);
+    predicted_ratios.push_back(update->transfer_seconds / expected);
+    learned.push_back(update->predicted_seconds);
+    learned_ratios.push_back(update->transfer_seconds /
+                             std::max(1e-9, update->predicted_seconds));
   }
   const char* unit = InSeconds() ? "s" : "GB/s";
   std::printf(

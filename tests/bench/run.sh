@@ -15,6 +15,10 @@
 #                              GB/s over plain sockets
 #             fanout_1 _2 _4   256 MiB to so many nodes over links of 1 Gbit/s: seconds over
 #                              those of plain sockets to one node
+#             predict_one_hop predict_fanout_1 _2 _4   seconds of the same transfers beside
+#                              those predicted: by the cost model for links as fast as plain
+#                              sockets were just before; and (…_learned) by the daemon, from
+#                              the updates before
 #             daemon_memory    resident bytes of the daemon of same_node_stage beyond its arenas
 #             plan_deepseek plan_growth replan   time to plan; nothing moves
 #             Without names: all.
@@ -31,8 +35,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 . tests/bench/netns.sh
 readonly ALL=(same_node_stage same_node_stage_tensors same_node_stream pause stall
   daemon_memory one_hop fanout_1 fanout_2 fanout_4
+  predict_one_hop predict_fanout_1 predict_fanout_2 predict_fanout_4
   plan_deepseek plan_growth replan)
-readonly SMOKE=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_2 plan_growth)
+readonly SMOKE=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_2
+  predict_fanout_2 plan_growth)
 readonly PORT=7670
 readonly SINK_PORT=7000
 
@@ -251,9 +257,18 @@ over_network() {
   for ((i = 1; i <= receivers; ++i)); do
     worker_ready $((i - 1)) "$i" || return 1
   done
+  local held=$work/over keep=$results status
+  : >"$held"
+  results=$held
   trainer --bench="$name" --bytes="$bytes" --replicas="$receivers" \
     --runs="${runs:-$default_runs}" --value="$value" --floor=sockets \
-    --sink="$(address 1):$SINK_PORT"
+    --sink="$(address 1):$SINK_PORT" --predict
+  status=$?
+  results=$keep
+  # One run serves both: what is measured, and what was predicted.
+  if wants "$name"; then grep -v '"bench": "predict_' "$held" >>"$results"; fi
+  if wants "predict_$name"; then grep '"bench": "predict_' "$held" >>"$results"; fi
+  return $status
 }
 
 plan() {
@@ -278,6 +293,7 @@ wants() {
 
 failed=0
 stage_done=
+network_done=
 for name in "${names[@]}"; do
   case "$name" in
     same_node_stage | daemon_memory)
@@ -292,7 +308,10 @@ for name in "${names[@]}"; do
     same_node_stage_tensors)
       same_node_stage_tensors "${sizes[0]}"
       ;;
-    one_hop | fanout_*)
+    one_hop | fanout_* | predict_*)
+      name=${name#predict_}
+      if [[ " $network_done " == *" $name "* ]]; then continue; fi
+      network_done+=" $name"
       if ((EUID != 0)); then
         echo "run.sh: $name is left out: network namespaces need root" >&2
         failed=1

@@ -151,6 +151,17 @@ absl::StatusOr<v1::Node> Cluster::GetNode(const std::string& name) {
       });
 }
 
+absl::StatusOr<v1::PlanResponse> Cluster::Plan(const v1::PlanRequest& request) {
+  const auto stub = Admin();
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + kPatience));
+  v1::PlanResponse response;
+  const absl::Status status =
+      FromGrpcStatus(stub->Plan(&context, request, &response));
+  if (!status.ok()) return status;
+  return response;
+}
+
 bool Cluster::WaitReplicaState(const std::string& name,
                                v1::Replica::State state,
                                absl::Duration timeout) {
@@ -217,10 +228,15 @@ std::vector<client::Tensor> Rows(int part, int parts) {
 
 }  // namespace
 
-TestTrainer::TestTrainer(Cluster* cluster, const std::string& node, int ranks) {
+TestTrainer::TestTrainer(Cluster* cluster, const std::string& node, int ranks)
+    : TestTrainer(cluster, std::vector<std::string>(ranks, node)) {}
+
+TestTrainer::TestTrainer(Cluster* cluster,
+                         const std::vector<std::string>& nodes) {
+  const int ranks = static_cast<int>(nodes.size());
   for (int i = 0; i < ranks; ++i) {
     client::TrainerOptions options;
-    options.address = cluster->address(node);
+    options.address = cluster->address(nodes[i]);
     options.model = "test";
     options.rank = i;
     options.world_size = ranks;
@@ -252,6 +268,7 @@ absl::StatusOr<client::PublishResult> TestTrainer::PublishRank(
   }
   client::PublishOptions options;
   options.timeout = timeout;
+  options.update = options_;
   return ranks_[rank].trainer->Publish(options);
 }
 

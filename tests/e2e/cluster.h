@@ -51,6 +51,8 @@ class Cluster {
   absl::StatusOr<v1::Replica> GetReplica(const std::string& name);
   absl::StatusOr<v1::Version> GetVersion(const std::string& name);
   absl::StatusOr<v1::Node> GetNode(const std::string& name);
+  // Of a registered model, and of a described one.
+  absl::StatusOr<v1::PlanResponse> Plan(const v1::PlanRequest& request);
   bool WaitReplicaState(const std::string& replica, v1::Replica::State state,
                         absl::Duration timeout = kPatience);
   bool WaitNodeState(const std::string& node, v1::Node::State state,
@@ -80,11 +82,16 @@ class Cluster {
 // value, so that a mix is seen at once.
 std::vector<client::Tensor> TestParameters();
 
-// All ranks of a trainer, FSDP-sharded, on one node.
+// All ranks of a trainer, FSDP-sharded.
 class TestTrainer {
  public:
   // Fails the test where it cannot.
   TestTrainer(Cluster* cluster, const std::string& node, int ranks);
+  // A rank on each of the nodes.
+  TestTrainer(Cluster* cluster, const std::vector<std::string>& nodes);
+
+  // Of the publishes from now on.
+  void SetOptions(const v1::UpdateOptions& options) { options_ = options; }
 
   // Fills every rank's tensors with `value`, publishes from all ranks and
   // waits.
@@ -103,6 +110,7 @@ class TestTrainer {
     std::vector<client::Tensor> shards;
   };
   std::vector<Rank> ranks_;
+  v1::UpdateOptions options_;
 };
 
 // An engine of `workers` workers that each hold the rows of their part.

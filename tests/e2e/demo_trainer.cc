@@ -23,6 +23,9 @@ DEFINE_int32(wait_replicas, 0, "Begin when so many replicas serve.");
 DEFINE_string(hashes, "", "Write hashes of what was published to this file.");
 DEFINE_string(worker_counts, "1,2",
               "The replicas' sizes: whose boxes are hashed.");
+DEFINE_string(policies, "auto",
+              "The transfer policy of each version in turn: auto, sharded, "
+              "paired, broadcast.");
 DEFINE_bool(linger, false, "Stay registered until SIGTERM.");
 
 int main(int argc, char** argv) {
@@ -32,6 +35,8 @@ int main(int argc, char** argv) {
   namespace demo = weightsync::demo;
   namespace client = weightsync::client;
   demo::HandleSignals();
+  const auto policies = demo::ParsePolicies(FLAGS_policies);
+  demo::ExitUnless(policies.status());
   const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
   demo::ExitUnless(model.status());
 
@@ -68,6 +73,8 @@ int main(int argc, char** argv) {
                                              FLAGS_rank, all)));
     client::PublishOptions publish;
     publish.step = step;
+    publish.update.set_transfer_policy(
+        (*policies)[(step - 1) % policies->size()]);
     const auto published = (*trainer)->Publish(publish);
     demo::ExitUnless(published.status());
     // A real trainer would go on training here: the tensors are its own again.

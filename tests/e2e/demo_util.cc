@@ -11,8 +11,10 @@
 #include <sstream>
 #include <thread>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/cc/rpc.h"
@@ -21,6 +23,22 @@
 
 namespace weightsync {
 namespace demo {
+
+absl::StatusOr<std::vector<v1::TransferPolicy>> ParsePolicies(
+    const std::string& text) {
+  std::vector<v1::TransferPolicy> policies;
+  for (absl::string_view name : absl::StrSplit(text, ',')) {
+    v1::TransferPolicy policy;
+    if (!v1::TransferPolicy_Parse(
+            absl::StrCat("TRANSFER_POLICY_", absl::AsciiStrToUpper(name)),
+            &policy)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("there is no transfer policy ", name));
+    }
+    policies.push_back(policy);
+  }
+  return policies;
+}
 
 void ExitUnless(const absl::Status& status) {
   if (status.ok()) return;

@@ -3,8 +3,10 @@
 #define WEIGHTSYNC_TESTS_E2E_DEMO_UTIL_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "weightsync/v1/admin.pb.h"
 
@@ -13,6 +15,10 @@ namespace demo {
 
 // Ends the program, with a sentence on stderr, unless `status` is OK.
 void ExitUnless(const absl::Status& status);
+
+// "paired,auto" as policies, at least one.
+absl::StatusOr<std::vector<v1::TransferPolicy>> ParsePolicies(
+    const std::string& text);
 
 // Waits until `replicas` replicas of "models/{model}" serve. The admin service
 // is asked, as anybody would.

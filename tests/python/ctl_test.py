@@ -100,3 +100,15 @@ def test_a_daemon_that_is_not_there(tmp_path):
     )
     assert run.returncode == 3, run.stderr
     assert run.stdout == ""
+
+
+def test_the_plan_of_a_registered_model(demo, node):
+    run = ctl(node, "plan", "--registered", demo.model)
+    assert run.returncode == 0, run.stderr
+    assert f"models/{demo.model} as it would run now" in run.stdout
+    planned = json.loads(ctl(node, "plan", "--registered", demo.model, "--json").stdout)
+    assert planned["policy"] == "SHARDED"
+    latest = json.loads(ctl(node, "versions", f"{demo.model}/latest", "--json").stdout)
+    assert planned["wire_bytes"] == int(latest["wireBytes"])
+    run = ctl(node, "plan", "--registered", "nobody")
+    assert (run.returncode, "MODEL_UNKNOWN" in run.stderr) == (4, True)

@@ -1,0 +1,303 @@
+// `weightsyncctl plan` as people and programs call it: through Run, with no
+// daemon anywhere.
+
+#include "client/ctl/plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "client/ctl/commands.h"
+#include "client/ctl/help.h"
+#include "nlohmann/json.hpp"
+
+namespace weightsync {
+namespace ctl {
+namespace {
+
+using Json = nlohmann::json;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+class PlanTest : public ::testing::Test {
+ protected:
+  int Plan(std::vector<std::string> args) {
+    args.insert(args.begin(), "plan");
+    out_.str("");
+    err_.str("");
+    Screen screen;
+    screen.out = &out_;
+    screen.err = &err_;
+    // Nobody listens there; a plan that asked somebody would fail.
+    return ctl::Run(args, "127.0.0.1:1", screen);
+  }
+
+  // The same with what every plan needs.
+  int PlanOf(const std::string& subject, std::vector<std::string> more = {}) {
+    std::vector<std::string> args = {subject,
+                                     "--training_sharding=fsdp",
+                                     "--training_gpus=16",
+                                     "--inference_replicas",
+                                     "8",
+                                     "--inference_tp",
+                                     "2"};
+    args.insert(args.end(), more.begin(), more.end());
+    return Plan(args);
+  }
+
+  Json PlanJson(std::vector<std::string> args) {
+    args.push_back("--json");
+    EXPECT_EQ(Plan(args), kExitOk) << err_.str();
+    return Json::parse(out_.str(), nullptr, false);
+  }
+
+  std::string Write(const std::string& name, const std::string& text) {
+    const char* folder = std::getenv("TEST_TMPDIR");
+    const std::string path =
+        std::string(folder == nullptr ? "/tmp" : folder) + "/" + name;
+    std::ofstream(path, std::ios::binary) << text;
+    return path;
+  }
+
+  std::string Safetensors(const std::string& name, const std::string& header) {
+    std::string text;
+    for (int i = 0; i < 8; ++i) {
+      text.push_back(static_cast<char>(header.size() >> (8 * i) & 0xff));
+    }
+    return Write(name, text + header);
+  }
+
+  std::ostringstream out_;
+  std::ostringstream err_;
+};
+
+TEST_F(PlanTest, TheGoldenPairedCases) {
+  std::ifstream file("schedule/testdata/paired_schedule_cases.json");
+  int cases = 0;
+  for (const Json& golden : Json::parse(file)) {
+    const auto text = [&](const char* key) {
+      return golden[key].is_string() ? golden[key].get<std::string>()
+                                     : golden[key].dump();
+    };
+    const Json json = PlanJson(
+        {"--model", "qwen2.5-0.5b", "--policy", "PAIRED", "--training_sharding",
+         text("training_sharding"), "--training_gpus", text("training_gpus"),
+         "--inference_replicas", text("inference_replicas"), "--inference_tp",
+         text("inference_tp"), "--base_port", text("base_port")});
+    EXPECT_EQ(json["sender_ranks"], golden["sender_ranks"]);
+    EXPECT_EQ(json["num_groups"], golden["num_groups"]);
+    for (const Json& group : json["groups"]) {
+      const std::string sender = group["sender_rank"].dump();
+      EXPECT_EQ(group["targets"], golden["targets"][sender]);
+      EXPECT_EQ(group["ports"], golden["ports"][sender]);
+    }
+    ++cases;
+  }
+  EXPECT_GT(cases, 5);
+}
+
+TEST_F(PlanTest, JsonHasTheKeysThatProgramsRead) {
+  const Json json = PlanJson(
+      {"--model=llama-3.1-8b", "--training_sharding=fsdp", "--training_gpus=8",
+       "--inference_replicas=2", "--inference_tp=4", "--link_gbps=400"});
+  for (const char* key :
+       {"policy", "sender_ranks", "num_groups", "groups", "num_buckets",
+        "total_bytes", "wire_bytes", "predicted_seconds", "bound_by",
+        "lower_bound_seconds", "staging_bytes_per_node", "plan_digest",
+        "plan_seconds"}) {
+    EXPECT_TRUE(json.contains(key)) << key;
+  }
+  for (const char* key : {"transfer", "pause", "total"}) {
+    EXPECT_TRUE(json["predicted_seconds"][key].is_number()) << key;
+  }
+  EXPECT_EQ(json["policy"], "SHARDED");
+  EXPECT_GT(json["plan_seconds"], 0);
+  // 16 GB over 50 GB/s.
+  EXPECT_NEAR(json["lower_bound_seconds"], 16.06 / 50, 0.01);
+}
+
+TEST_F(PlanTest, TheTableReadsAloudAndHasABarForEachPhase) {
+  ASSERT_EQ(PlanOf("--model=qwen2.5-0.5b"), kExitOk) << err_.str();
+  const std::string text = out_.str();
+  EXPECT_THAT(text, StartsWith("SHARDED: qwen2.5-0.5b, 16 trainer GPUs (fsdp) "
+                               "to 8 replicas x tp 2\n"));
+  EXPECT_THAT(text, AllOf(HasSubstr("sent by"), HasSubstr("16 ranks: 0-15"),
+                          HasSubstr("988.1 MB"), HasSubstr("bound by")));
+  for (const char* phase :
+       {"gather", "snapshot", "transfer", "pause", "total"}) {
+    EXPECT_THAT(text, HasSubstr(std::string("\n") + phase + " "));
+  }
+  EXPECT_THAT(text, HasSubstr("########################################\n"));
+  EXPECT_THAT(text, HasSubstr("trainer-0000 > inference-0000"));
+  EXPECT_THAT(text, HasSubstr("policies weighed: AUTO: SHARDED 0."));
+  EXPECT_THAT(text, HasSubstr("\nplan "));
+}
+
+TEST_F(PlanTest, AReferenceConfigurationIsAccepted) {
+  const std::string config = Write("reference.textproto", R"(
+# The names of both reference documents.
+model: "qwen2.5-0.5b"
+training_sharding: "dp"
+training_gpus: 8
+inference_replicas: 4
+inference_tp: 2
+base_port: 29500
+weight_chunked_mem_mb: 64
+policy: "paired"
+)");
+  const Json json = PlanJson({"--config", config});
+  EXPECT_EQ(json["policy"], "PAIRED");
+  EXPECT_EQ(json["bucket_bytes"], 64 << 20);
+  EXPECT_EQ(json["groups"][7]["ports"], Json::parse("[29507]"));
+  // The command line overrides it, under either name of the bucket size.
+  const Json other = PlanJson({"--config", config, "--training_gpus=2",
+                               "--bucket_size=1048576", "--policy=broadcast"});
+  EXPECT_EQ(other["policy"], "BROADCAST");
+  EXPECT_EQ(other["bucket_bytes"], 1 << 20);
+  const Json third = PlanJson({"--training_gpus=2", "--config", config});
+  EXPECT_EQ(third["sender_ranks"], Json::parse("[0, 1]"));
+}
+
+TEST_F(PlanTest, ACatalogFromAFileAndFromAnIndex) {
+  const std::string one = Safetensors(
+      "one.safetensors",
+      R"({"a": {"dtype": "BF16", "shape": [64, 32], "data_offsets": [0, 4096]},
+          "__metadata__": {"format": "pt"}})");
+  Safetensors(
+      "two.safetensors",
+      R"({"b": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}})");
+  const std::string index = Write(
+      "model.safetensors.index.json",
+      R"({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})");
+  ASSERT_EQ(PlanOf("--catalog=" + one, {"--json"}), kExitOk) << err_.str();
+  EXPECT_EQ(Json::parse(out_.str())["total_bytes"], 4096);
+  ASSERT_EQ(PlanOf("--catalog=" + index, {"--json"}), kExitOk) << err_.str();
+  EXPECT_EQ(Json::parse(out_.str())["total_bytes"], 4128);
+  EXPECT_EQ(Json::parse(out_.str())["num_tensors"], 2);
+}
+
+TEST_F(PlanTest, TheCopiesOfAWorkerOnDemand) {
+  ASSERT_EQ(PlanOf("--model=qwen2.5-0.5b", {"--worker=3:1"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("worker 3:1 on inference-0000: "));
+  EXPECT_THAT(out_.str(), HasSubstr("model.layers.23.mlp.down_proj.weight"));
+  ASSERT_EQ(PlanOf("--model=qwen2.5-0.5b", {"--worker=3:1", "--json"}),
+            kExitOk);
+  const Json worker = Json::parse(out_.str())["workers"][0];
+  EXPECT_EQ(worker["tp"], 1);
+  EXPECT_GT(worker["copies"].size(), 290u);
+  EXPECT_TRUE(worker["copies"][0]["from_node"].is_string());
+  EXPECT_EQ(PlanOf("--model=qwen2.5-0.5b", {"--worker=8:0"}), kExitError);
+  EXPECT_THAT(err_.str(), HasSubstr("INVALID_COUNT: there is no worker 8:0"));
+}
+
+TEST_F(PlanTest, BadCatalogsNameTheParameter) {
+  const struct {
+    const char* header;
+    const char* reason;
+  } kCases[] = {
+      {R"({"w": {"dtype": "BF16", "shape": [2147483649], "data_offsets": [0, 4294967298]}})",
+       "DIMENSION_TOO_LARGE"},
+      {R"({"w": {"dtype": "F64", "shape": [2147483648, 2147483648], "data_offsets": [0, 8]}})",
+       "BYTES_OVERFLOW"},
+      {R"({"w": {"dtype": "F7", "shape": [2], "data_offsets": [0, 4]}})",
+       "UNKNOWN_DTYPE"},
+      {R"({"w": {"dtype": "BF16", "shape": [2], "data_offsets": [2, 6]}})",
+       "INVALID_SAFETENSORS"},
+      {R"({"w": {"dtype": "BF16", "shape": [1,1,1,1,1,1,1,1,1], "data_offsets": [0, 2]}})",
+       "INVALID_PARAMETER"},
+  };
+  for (const auto& c : kCases) {
+    const std::string path = Safetensors("bad.safetensors", c.header);
+    EXPECT_EQ(PlanOf("--catalog=" + path), kExitError);
+    EXPECT_THAT(err_.str(),
+                AllOf(StartsWith(std::string("weightsyncctl: ") + c.reason),
+                      HasSubstr("'w'")));
+  }
+  EXPECT_EQ(PlanOf("--catalog=" + Write("text", "hello")), kExitError);
+  EXPECT_THAT(err_.str(), HasSubstr("INVALID_SAFETENSORS"));
+  EXPECT_EQ(PlanOf("--catalog=/nowhere/x.safetensors"), kExitNotFound);
+  EXPECT_THAT(err_.str(), HasSubstr("FILE_UNKNOWN"));
+}
+
+TEST_F(PlanTest, BadOptionsHaveAReasonAndAnExitCode) {
+  const struct {
+    std::vector<std::string> more;
+    const char* reason;
+  } kCases[] = {
+      {{"--training_sharding=tp"}, "UNKNOWN_SHARDING"},
+      {{"--training_gpus=0"}, "INVALID_COUNT"},
+      {{"--inference_replicas=-3"}, "INVALID_COUNT"},
+      {{"--training_sharding=zero3", "--policy=paired", "--training_gpus=15"},
+       "TOO_FEW_TRAINERS"},
+      {{"--base_port=65521"}, "PORT_OVERFLOW"},
+      {{"--policy=fast"}, "UNKNOWN_POLICY"},
+      {{"--link_gbps=-1"}, "INVALID_RATE"},
+      {{"--link_gbps=nan"}, "INVALID_RATE"},
+      {{"--bucket_size=4"}, "INVALID_BUCKET_BYTES"},
+      {{"--model=gpt-5"}, "UNKNOWN_MODEL"},
+  };
+  for (const auto& c : kCases) {
+    EXPECT_EQ(PlanOf("--model=qwen2.5-0.5b", c.more), kExitError) << c.reason;
+    EXPECT_THAT(err_.str(),
+                StartsWith(std::string("weightsyncctl: ") + c.reason + ": "));
+  }
+  EXPECT_EQ(Plan({"--training_sharding=dp", "--training_gpus=1",
+                  "--inference_replicas=1", "--inference_tp=1"}),
+            kExitError);
+  EXPECT_THAT(err_.str(), HasSubstr("PLAN_SUBJECT_MISSING"));
+  const std::string config = Write("bad.textproto", "training_gpu: 8\n");
+  EXPECT_EQ(Plan({"--config", config}), kExitError);
+  EXPECT_THAT(err_.str(),
+              AllOf(HasSubstr("CONFIG_INVALID"), HasSubstr(".textproto:1:"),
+                    HasSubstr("training_gpus")));
+  EXPECT_EQ(Plan({"--config", "/nowhere/c"}), kExitNotFound);
+}
+
+TEST_F(PlanTest, AWrongCommandLineShowsTheHelp) {
+  for (const std::vector<std::string>& args :
+       std::vector<std::vector<std::string>>{
+           {"qwen2.5-0.5b"},
+           {"--training_gpus=many"},
+           {"--training_gpus=99999999999"},
+           {"--link_gbps=fast"},
+           {"--worker=1"},
+           {"--registered=m", "--training_gpus=2"},
+           {"--registered=m/3"}}) {
+    EXPECT_EQ(Plan(args), kExitUsage) << args[0];
+    EXPECT_THAT(err_.str(), HasSubstr(CommandHelp("plan")));
+  }
+  // Not an option of the others.
+  Screen screen;
+  screen.out = &out_;
+  screen.err = &err_;
+  EXPECT_EQ(ctl::Run({"status", "--training_gpus=2"}, "127.0.0.1:1", screen),
+            kExitUsage);
+}
+
+TEST_F(PlanTest, LargeModelsNeedTheirParallelismDescribed) {
+  const std::vector<std::string> deepseek = {
+      "--model=deepseek-v3", "--training_sharding=fsdp",
+      "--training_gpus=256", "--inference_replicas=4",
+      "--inference_tp=8",    "--policy=sharded"};
+  EXPECT_EQ(Plan(deepseek), kExitError);
+  EXPECT_THAT(err_.str(), HasSubstr("PLAN_TOO_LARGE"));
+  std::vector<std::string> described = deepseek;
+  described.insert(described.end(), {"--training_pp=4", "--training_ep=64"});
+  const Json json = PlanJson(described);
+  EXPECT_EQ(json["num_tensors"], 45395);
+  EXPECT_EQ(json["sender_ranks"].size(), 256u);
+}
+
+TEST(RangesTextTest, RunsAreJoined) {
+  EXPECT_EQ(RangesText({}), "");
+  EXPECT_EQ(RangesText({3}), "3");
+  EXPECT_EQ(RangesText({0, 1, 2, 5, 7, 8}), "0-2, 5, 7-8");
+}
+
+}  // namespace
+}  // namespace ctl
+}  // namespace weightsync

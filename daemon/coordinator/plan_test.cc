@@ -1,0 +1,335 @@
+// Policies, plans and predictions, through the Coordinator: what nodes are told
+// to move, what Plan answers, what a version says that it expects.
+
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/coordinator/coordinator.h"
+#include "daemon/coordinator/fake_cluster.h"
+#include "daemon/coordinator/update_plan.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+v1::UpdateOptions With(v1::TransferPolicy policy) {
+  v1::UpdateOptions options;
+  options.set_transfer_policy(policy);
+  return options;
+}
+
+// Ranks on two nodes, one of them with an engine of its own; two more engines.
+class PlanTest : public ::testing::Test {
+ protected:
+  PlanTest() {
+    for (const char* node : {"n0", "n1", "n2", "n3"}) c_.AddNode(node);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      c_.AddRank(rank, kRanks, rank < 2 ? "n0" : "n1");
+    }
+    c_.AddReplica("r1", {"n1"});
+    c_.AddReplica("r2", {"n2", "n2"});
+    c_.AddReplica("r3", {"n3"});
+    c_.Run();
+  }
+
+  v1::Version Publish(v1::TransferPolicy policy) {
+    c_.commands.clear();
+    for (int rank = 0; rank < kRanks; ++rank) {
+      c_.Publish(rank, 0, "", With(policy));
+    }
+    c_.Run();
+    return c_.Version();
+  }
+
+  // The flows of an epoch that nodes were told of, by id.
+  std::map<std::string, v1::Flow> Flows(int64_t epoch = 0) {
+    std::map<std::string, v1::Flow> flows;
+    for (const auto& command : c_.commands) {
+      if (!command.second.has_prepare_update()) continue;
+      const v1::PrepareUpdate& prepare = command.second.prepare_update();
+      if (epoch != 0 && prepare.epoch().counter() != epoch) continue;
+      for (const v1::Flow& flow : prepare.flows()) {
+        const auto known = flows.emplace(flow.flow_id(), flow);
+        EXPECT_EQ(known.first->second.SerializeAsString(),
+                  flow.SerializeAsString());
+      }
+    }
+    return flows;
+  }
+
+  // Every node that needs a bucket gets it once, from one that has it, and
+  // owners get nothing of their own.
+  void ExpectSound(const std::map<std::string, v1::Flow>& flows) {
+    v1::DefineLayout define;
+    for (const auto& command : c_.commands) {
+      if (command.second.has_define_layout()) {
+        layout_ = command.second.define_layout();
+      }
+    }
+    const auto known = MakeKnownLayout(layout_);
+    ASSERT_TRUE(known.ok()) << known.status();
+    const auto& plan = (*known)->layout.plan;
+    std::map<std::pair<int, std::string>, int> arrivals;
+    for (const auto& flow : flows) {
+      for (int bucket : flow.second.buckets()) {
+        for (int i = 1; i < flow.second.members_size(); ++i) {
+          ++arrivals[{bucket, flow.second.members(i).node()}];
+        }
+      }
+    }
+    for (const auto& arrival : arrivals) {
+      EXPECT_EQ(arrival.second, 1);
+      EXPECT_NE(
+          arrival.first.second,
+          (*known)->labels[plan.bucket(arrival.first.first).source_node].name);
+    }
+    for (uint32_t b = 0; b < plan.bucket_count(); ++b) {
+      const std::string owner =
+          (*known)->labels[plan.bucket(b).source_node].name;
+      for (int32_t node : plan.need_nodes(b)) {
+        const std::string& name = (*known)->labels[node].name;
+        if (name != owner) {
+          EXPECT_EQ(arrivals.count({b, name}), 1u) << b << " " << name;
+        }
+      }
+      for (const auto& flow : flows) {
+        for (int bucket : flow.second.buckets()) {
+          const std::string& sender = flow.second.members(0).node();
+          if (bucket == static_cast<int>(b) && sender != owner) {
+            EXPECT_EQ(arrivals.count({b, sender}), 1u) << sender;
+          }
+        }
+      }
+    }
+  }
+
+  absl::StatusOr<schedule::PlanReport> Plan(v1::TransferPolicy policy,
+                                            const std::string& model = kModel) {
+    v1::PlanRequest request;
+    request.set_model(model);
+    request.set_policy(policy);
+    return c_.coordinator->Plan(request);
+  }
+
+  static constexpr int kRanks = 4;
+  FakeCluster c_;
+  v1::DefineLayout layout_;
+};
+
+TEST_F(PlanTest, EachPolicyMovesEverythingOnceAndAsPlanned) {
+  for (v1::TransferPolicy policy :
+       {v1::TRANSFER_POLICY_SHARDED, v1::TRANSFER_POLICY_PAIRED,
+        v1::TRANSFER_POLICY_BROADCAST}) {
+    const auto planned = Plan(policy);
+    ASSERT_TRUE(planned.ok()) << planned.status();
+    const v1::Version version = Publish(policy);
+    ASSERT_EQ(version.state(), v1::Version::STATE_ACTIVE)
+        << version.ShortDebugString();
+    EXPECT_EQ(version.transfer_policy(), policy);
+    EXPECT_EQ(version.options().transfer_policy(), policy);
+    EXPECT_EQ(version.wire_bytes(), planned->wire_bytes);
+    EXPECT_EQ(version.bound_by(), planned->cost.bound_by);
+    EXPECT_TRUE(version.has_lower_bound());
+    ExpectSound(Flows());
+  }
+}
+
+TEST_F(PlanTest, ShardedSendsFromEveryOwnerWithoutGathering) {
+  Publish(v1::TRANSFER_POLICY_SHARDED);
+  std::set<std::string> senders;
+  for (const auto& flow : Flows()) {
+    senders.insert(flow.second.members(0).node());
+    EXPECT_THAT(flow.first, ::testing::Not(HasSubstr("gather")));
+  }
+  EXPECT_EQ(senders, (std::set<std::string>{"n0", "n1"}));
+}
+
+TEST_F(PlanTest, BroadcastGathersAtTheHeadAndSendsFromThere) {
+  Publish(v1::TRANSFER_POLICY_BROADCAST);
+  int gathered = 0;
+  for (const auto& flow : Flows()) {
+    if (flow.first.find("gather") != std::string::npos) {
+      ++gathered;
+      EXPECT_EQ(flow.second.members(0).node(), "n1");
+      EXPECT_EQ(flow.second.members(1).node(), "n0");
+    } else {
+      EXPECT_EQ(flow.second.members(0).node(), "n0");
+    }
+  }
+  EXPECT_GT(gathered, 0);
+}
+
+TEST_F(PlanTest, PairedDealsTargetsOverRanks) {
+  // Targets in order: r1:0 on n1, r2:0 and r2:1 on n2, r3:0 on n3; senders are
+  // ranks 0 to 3 on n0, n0, n1, n1.
+  Publish(v1::TRANSFER_POLICY_PAIRED);
+  std::map<std::string, std::set<std::string>> senders;
+  for (const auto& flow : Flows()) {
+    if (flow.first.find("gather") != std::string::npos) continue;
+    ASSERT_EQ(flow.second.members_size(), 2);
+    senders[flow.second.members(1).node()].insert(
+        flow.second.members(0).node());
+  }
+  EXPECT_EQ(senders["n3"], std::set<std::string>{"n1"});
+  // n2's two workers want the same: it comes from whoever has less to send.
+  EXPECT_FALSE(senders["n2"].empty());
+}
+
+TEST_F(PlanTest, AutoIsTheDefaultAndNeverShownAsSuch) {
+  const v1::Version version = Publish(v1::TRANSFER_POLICY_UNSPECIFIED);
+  EXPECT_EQ(version.transfer_policy(), v1::TRANSFER_POLICY_SHARDED);
+  EXPECT_EQ(version.options().transfer_policy(), v1::TRANSFER_POLICY_AUTO);
+  const auto report = Plan(v1::TRANSFER_POLICY_AUTO);
+  ASSERT_TRUE(report.ok()) << report.status();
+  // Who asks sees what the others would cost.
+  EXPECT_EQ(report->policies.size(), 3u);
+}
+
+TEST_F(PlanTest, AfterAnEdgeFailedTheRestTravelsAnotherWay) {
+  for (v1::TransferPolicy policy :
+       {v1::TRANSFER_POLICY_PAIRED, v1::TRANSFER_POLICY_BROADCAST}) {
+    bool failed = false;
+    c_.intercept = [&](const std::string& node,
+                       const v1::NodeCommand& command) {
+      if (!command.has_move_update() || node != "n3" || failed) return false;
+      failed = true;
+      v1::NodeReport report;
+      v1::UpdateVerified* verified = report.mutable_update_verified();
+      verified->set_model(kModel);
+      verified->set_update_id(command.move_update().update_id());
+      *verified->mutable_epoch() = command.move_update().epoch();
+      verified->mutable_failure()->set_code(14);
+      verified->mutable_failure()->set_reason("EDGE_LOST");
+      verified->mutable_failure()->set_message("gone");
+      verified->set_edge_from(policy == v1::TRANSFER_POLICY_PAIRED ? "n1"
+                                                                   : "n2");
+      verified->set_edge_to("n3");
+      c_.Report("n3", report);
+      return true;
+    };
+    const v1::Version version = Publish(policy);
+    EXPECT_TRUE(failed);
+    ASSERT_EQ(version.state(), v1::Version::STATE_ACTIVE)
+        << version.ShortDebugString();
+    int64_t newest = 0;
+    for (const auto& command : c_.commands) {
+      if (!command.second.has_prepare_update()) continue;
+      newest =
+          std::max(newest, command.second.prepare_update().epoch().counter());
+    }
+    ExpectSound(Flows(newest));
+    const std::string bad = policy == v1::TRANSFER_POLICY_PAIRED ? "n1" : "n2";
+    for (const auto& flow : Flows(newest)) {
+      for (int i = 1; i < flow.second.members_size(); ++i) {
+        EXPECT_FALSE(flow.second.members(i - 1).node() == bad &&
+                     flow.second.members(i).node() == "n3");
+      }
+    }
+  }
+}
+
+TEST_F(PlanTest, EveryPhaseButTheGatheringIsPredicted) {
+  const v1::Version version = Publish(v1::TRANSFER_POLICY_AUTO);
+  for (const v1::PhaseTime& phase : version.phases()) {
+    EXPECT_TRUE(phase.has_measured()) << phase.phase();
+    EXPECT_EQ(phase.has_predicted(), phase.phase() != "gather")
+        << phase.phase();
+  }
+}
+
+TEST_F(PlanTest, RanksMustAskForTheSamePolicy) {
+  const int64_t first = c_.Publish(0, 0, "", With(v1::TRANSFER_POLICY_PAIRED));
+  const int64_t second =
+      c_.Publish(1, 0, "", With(v1::TRANSFER_POLICY_BROADCAST));
+  c_.Run();
+  (void)first;
+  ASSERT_NE(c_.FindReply(second), nullptr);
+  EXPECT_NE(c_.FindReply(second)->failure().code(), 0);
+}
+
+TEST_F(PlanTest, AModelThatCannotBePublishedHasNoPlan) {
+  EXPECT_EQ(ErrorReason(Plan(v1::TRANSFER_POLICY_AUTO, "models/x").status()),
+            "MODEL_UNKNOWN");
+  EXPECT_EQ(ErrorReason(Plan(v1::TRANSFER_POLICY_AUTO, "x").status()),
+            "RESOURCE_NAME_INVALID");
+  FakeCluster bare;
+  bare.AddNode("n0");
+  bare.AddRank(0, 2, "n0");
+  v1::PlanRequest request;
+  request.set_model(kModel);
+  EXPECT_EQ(ErrorReason(bare.coordinator->Plan(request).status()),
+            "WORLD_INCOMPLETE");
+  bare.AddRank(1, 2, "n0");
+  EXPECT_EQ(ErrorReason(bare.coordinator->Plan(request).status()),
+            "NO_WORKERS");
+}
+
+// ---- Rates ----
+
+TEST(RateBookTest, TheFirstUpdateReplacesTheDefaultsTheNextCountHalf) {
+  RateBook book;
+  EXPECT_EQ(book.rates().link, schedule::Rates().link);
+  RateBook::Seen seen;
+  seen.model = "models/m";
+  seen.link_bytes = 100 << 20;
+  seen.transfer = absl::Seconds(1);
+  seen.snapshot_bytes = 100 << 20;
+  seen.snapshot = absl::Milliseconds(50);
+  seen.apply_bytes = 100 << 20;
+  seen.apply = absl::Milliseconds(100);
+  seen.rounds["pause"] = absl::Milliseconds(30);
+  book.Learn(seen);
+  EXPECT_DOUBLE_EQ(book.rates().link, 100 << 20);
+  EXPECT_DOUBLE_EQ(book.rates().copy, 20.0 * (100 << 20));
+  EXPECT_DOUBLE_EQ(book.rates().apply_copy, 10.0 * (100 << 20));
+  EXPECT_EQ(book.Round("models/m", "pause"), absl::Milliseconds(30));
+  EXPECT_EQ(book.Round("models/other", "pause"), absl::Milliseconds(1));
+  seen.transfer = absl::Seconds(2);
+  seen.rounds["pause"] = absl::Milliseconds(10);
+  book.Learn(seen);
+  EXPECT_DOUBLE_EQ(book.rates().link, 75 << 20);
+  EXPECT_EQ(book.Round("models/m", "pause"), absl::Milliseconds(20));
+}
+
+TEST(RateBookTest, WhatTellsNothingIsNotLearned) {
+  RateBook book;
+  RateBook::Seen seen;
+  seen.link_bytes = 1000;  // latency
+  seen.transfer = absl::Seconds(1);
+  book.Learn(seen);
+  seen.link_bytes = 100 << 20;  // the copy out was what it waited for
+  seen.snapshot_bytes = 100 << 20;
+  seen.snapshot = absl::Seconds(2);
+  book.Learn(seen);
+  EXPECT_EQ(book.rates().link, schedule::Rates().link);
+  EXPECT_DOUBLE_EQ(book.rates().copy, 50 << 20);
+}
+
+TEST(PredictPhasesTest, SnapshotAndTransferOverlap) {
+  schedule::CostEstimate cost;
+  cost.snapshot_seconds = 3;
+  cost.gather_seconds = 1;
+  cost.transfer_seconds = 1.5;
+  cost.apply_seconds = 0.5;
+  auto phases = PredictPhases(cost, "models/m", RateBook());
+  EXPECT_EQ(phases["transfer"], absl::Seconds(3.001));
+  cost.transfer_seconds = 5;
+  phases = PredictPhases(cost, "models/m", RateBook());
+  EXPECT_EQ(phases["transfer"], absl::Seconds(6.001));
+  EXPECT_EQ(phases["apply"], absl::Seconds(0.501));
+  // Prepare, pause, commit and resume are a round each before the first.
+  EXPECT_EQ(phases["total"], absl::Seconds(6.506));
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync
