@@ -62,6 +62,8 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   coordinator.apply_timeout = deadlines.apply;
   coordinator.resume_timeout = deadlines.resume;
   coordinator.publish_timeout = deadlines.publish;
+  coordinator.barrier_timeout = deadlines.barrier;
+  coordinator.operation_timeout = deadlines.operation;
   coordinator.heartbeat_interval = deadlines.heartbeat_interval;
   coordinator.heartbeat_timeout = deadlines.heartbeat;
   coordinator.node_reconnect_grace = deadlines.node_reconnect_grace;
@@ -258,6 +260,7 @@ absl::Status DaemonImpl::StartTransport() {
   endpoint.bind_host = options_.data_address;
   endpoint.first_port = options_.data_port_first;
   endpoint.last_port = options_.data_port_last;
+  endpoint.faults = options_.faults;
   absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
       transport::tcp::Endpoint::Create(endpoint);
   if (!made.ok()) return made.status();
@@ -273,7 +276,8 @@ absl::Status DaemonImpl::StartTransport() {
 absl::Status DaemonImpl::StartCoordinator() {
   if (options_.coordinator_address.empty()) {
     absl::StatusOr<std::unique_ptr<CoordinatorLoop>> coordinator =
-        CoordinatorLoop::Start(ForCoordinator(options_), options_.state_dir);
+        CoordinatorLoop::Start(ForCoordinator(options_), options_.state_dir,
+                               options_.fault_point);
     if (!coordinator.ok()) return coordinator.status();
     coordinator_ = *std::move(coordinator);
     // Whom this node followed before, it is its own now.

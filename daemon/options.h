@@ -5,13 +5,19 @@
 #define WEIGHTSYNC_DAEMON_OPTIONS_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
 namespace weightsync {
+namespace transport {
+class FaultPolicy;
+}  // namespace transport
+
 namespace daemon {
 
 inline constexpr char kSoftwareVersion[] = "0.1.0";
@@ -28,6 +34,9 @@ struct Deadlines {
   absl::Duration apply = absl::Seconds(120);
   absl::Duration resume = absl::Seconds(30);
   absl::Duration publish = absl::Seconds(120);
+  absl::Duration barrier = absl::Seconds(30);
+  // Of what operators ask for.
+  absl::Duration operation = absl::Minutes(10);
 
   // Of leases.
   absl::Duration heartbeat_interval = absl::Seconds(1);
@@ -47,6 +56,11 @@ struct Deadlines {
 
 // Smaller buckets would be all bookkeeping.
 inline constexpr int64_t kMinBucketBytes = 4096;
+
+// See daemon/service/fault_point.h. Called on the daemon's loops; may block
+// them, and may not return.
+using FaultPoint =
+    std::function<void(absl::string_view point, absl::string_view update_id)>;
 
 struct Options {
   // 1 to 63 of [a-z0-9._-].
@@ -94,6 +108,11 @@ struct Options {
   int max_reconfigurations = 3;
 
   Deadlines deadlines;
+
+  // For tests and chaos runs alone: the product sets neither.
+  FaultPoint fault_point;
+  // Not owned. Faults on the path of the bytes.
+  transport::FaultPolicy* faults = nullptr;
 };
 
 // Where a daemon serves, once it does.

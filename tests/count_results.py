@@ -3,6 +3,7 @@
 
 Usage: count_results.py bazel EVENTS.json   (--build_event_json_file of `bazel test`)
        count_results.py junit RESULTS.xml   (pytest --junit-xml)
+       count_results.py chaos RUN.json      (tests/chaos/run.sh --json)
 Prints `PASSED FAILED SKIPPED` on stdout, and what failed on stderr.
 """
 
@@ -93,13 +94,30 @@ def count_bazel(events_path):
     return passed, failed, skipped
 
 
+def count_chaos(path):
+    """Every trial of a chaos run is a test; so is that each kind of fault hit an update."""
+    with open(path, encoding="utf-8") as file:
+        run = json.load(file)
+    failed = [
+        f"chaos: seed {run['seed']}, trial {number}: {trial[0]}, {trial[1]}"
+        for number, trial in enumerate(run["each"])
+        if trial[2] or trial[3]
+    ]
+    passed = len(run["each"]) - len(failed)
+    failed += [f"chaos: {kind}: never hit an update in flight" for kind in run["never_hit"]]
+    if not run["each"]:
+        failed.append("chaos: no trial ran")
+    return passed, failed, 0
+
+
 def main(arguments):
-    if len(arguments) != 2 or arguments[0] not in ("bazel", "junit"):
+    kinds = {"bazel": count_bazel, "junit": count_xml, "chaos": count_chaos}
+    if len(arguments) != 2 or arguments[0] not in kinds:
         print(__doc__, file=sys.stderr)
         return 2
     kind, path = arguments
     try:
-        passed, failed, skipped = (count_bazel if kind == "bazel" else count_xml)(path)
+        passed, failed, skipped = kinds[kind](path)
     except (OSError, ValueError, ElementTree.ParseError) as error:
         # A runner that died before it wrote anything has failed.
         passed, failed, skipped = 0, [f"{kind}: no results in {path}: {error}"], 0

@@ -4,7 +4,7 @@
 #
 # Usage: tests/run.sh [--fast] [--filter REGEX]
 #   --fast          leaves out what takes minutes: large test targets, clusters of daemons that
-#                   move real models, the check that the benchmarks run
+#                   move real models, chaos trials, the check that the benchmarks run
 #   --filter REGEX  runs only the steps, Bazel targets and Python files whose name matches
 #                   (extended regular expression), for example 'format', '//schedule',
 #                   'reflection_test'
@@ -145,7 +145,7 @@ make_venv() {
 # What the Python tests and the benchmarks start.
 build_programs() {
   bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl //tests/e2e/... //tests/readme/... \
-    //tests/bench/...
+    //tests/bench/... //tests/chaos/...
 }
 
 heading "dependencies"
@@ -206,6 +206,14 @@ if ((${#python_tests[@]} > 0)); then
     echo "FAILED environment: tests/requirements.txt could not be installed"
     failed=$((failed + 1))
   fi
+fi
+
+if [[ -z "$fast" ]] && wanted chaos; then
+  heading "chaos (each trial is a test)"
+  tests/chaos/run.sh --trials 30 --minutes 5 --seed 1 --json "$work/chaos.json" ||
+    echo "chaos: there are findings"
+  add "$("$PYTHON" tests/count_results.py chaos "$work/chaos.json")"
+  took
 fi
 
 if [[ -z "$fast" ]] && wanted bench; then

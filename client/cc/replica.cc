@@ -181,7 +181,9 @@ class Replica::Impl {
       SetEngine(Engine::kRunning);
     } else {
       LOG(ERROR) << Name() << " could not resume: " << status;
-      SetEngine(Engine::kPaused);
+      // It may generate: a pause hook that failed may have come before, or this
+      // one got half way. The next pause asks it.
+      SetEngine(Engine::kUnsure);
       *answer->mutable_failure() = ToFailure(HookError("resume", status));
     }
     return report;

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -33,12 +34,15 @@ namespace ctl {
 namespace {
 
 constexpr absl::Duration kDefaultTimeout = absl::Seconds(10);
+constexpr absl::Duration kOperationTimeout = absl::Minutes(2);
 
 struct Arguments {
   std::string command;
   std::vector<std::string> positional;
   std::string address;
   absl::optional<absl::Duration> timeout;
+  std::string mode;
+  bool undo = false;
   bool json = false;
   bool help = false;
   // Those of `plan`.
@@ -67,6 +71,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       parsed.json = true;
       continue;
     }
+    if (name == "--undo") {
+      parsed.undo = true;
+      continue;
+    }
     if (name == "--help" || name == "-h") {
       parsed.help = true;
       continue;
@@ -79,7 +87,8 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
     }
     const bool of_plan =
         absl::StartsWith(name, "--") && IsPlanOption(name.substr(2));
-    if (name != "--address" && name != "--timeout" && !of_plan) {
+    if (name != "--address" && name != "--timeout" && name != "--mode" &&
+        !of_plan) {
       return usage(absl::StrCat("unknown option ", name));
     }
     if (equals == std::string::npos) {
@@ -94,6 +103,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
     }
     if (name == "--address") {
       parsed.address = value;
+      continue;
+    }
+    if (name == "--mode") {
+      parsed.mode = value;
       continue;
     }
     absl::Duration timeout;
@@ -155,6 +168,14 @@ class Ctl {
   int Replicas();
   int Nodes();
   int Prepare();
+  int Pause();
+  int Resume();
+  int Rollback();
+  int Release();
+  int Verify();
+  int Drain();
+  int Delete();
+  int Adopt();
   int Plan();
 
  private:
@@ -162,8 +183,19 @@ class Ctl {
   absl::StatusOr<v1::PlanResponse> AskPlan(const PlanOrder& order);
 
   absl::Duration timeout() const {
-    return arguments_.timeout.value_or(kDefaultTimeout);
+    return arguments_.timeout.value_or(waits_ ? kOperationTimeout
+                                              : kDefaultTimeout);
   }
+  // What an operator asks for takes its time; the daemon's own answer, which
+  // names who is missing, comes before the call's deadline.
+  template <typename Request>
+  void SayTimeout(Request* request) {
+    waits_ = true;
+    *request->mutable_timeout() = client::ToProto(timeout() * 0.9);
+  }
+  // The replica that the only argument names; prints why not.
+  absl::optional<std::string> OneName(const char* collection,
+                                      const char* usage);
 
   int Fail(const absl::Status& status) {
     *screen_.err << "weightsyncctl: " << ErrorReason(status) << ": "
@@ -260,6 +292,7 @@ class Ctl {
   const Arguments& arguments_;
   const std::unique_ptr<v1::AdminService::Stub> stub_;
   const Screen& screen_;
+  bool waits_ = false;
 };
 
 int Ctl::Status() {
@@ -309,7 +342,7 @@ int Ctl::Status() {
     snapshot.replicas = ToVector(replicas.replicas());
     snapshot.versions = ToVector(versions.versions());
     *screen_.out << RenderStatus(snapshot, absl::Now());
-    return kExitOk;
+    return cluster.has_blocked() ? kExitError : kExitOk;
   }
   const auto list = [](const auto& items) {
     return absl::StrJoin(items, ",", [](std::string* out, const auto& item) {
@@ -322,7 +355,7 @@ int Ctl::Status() {
                << list(models.models()) << "],\"replicas\":["
                << list(replicas.replicas()) << "],\"versions\":["
                << list(versions.versions()) << "]}\n";
-  return kExitOk;
+  return cluster.has_blocked() ? kExitError : kExitOk;
 }
 
 absl::StatusOr<std::string> Ctl::WatchedName() {
@@ -402,7 +435,7 @@ int Ctl::Watch() {
       client::CallStatus("WatchVersion", reader->Finish());
   if (status.ok()) {
     if (shown_state == v1::Version::STATE_ACTIVE) return kExitOk;
-    if (shown_state == v1::Version::STATE_ABORTED) return kExitAborted;
+    if (HasEnded(version)) return kExitAborted;
     return Fail(ErrorStatus(absl::StatusCode::kUnavailable, "STREAM_ENDED",
                             "The daemon ended the watch before the version "
                             "had ended."));
@@ -545,6 +578,211 @@ int Ctl::Prepare() {
   });
 }
 
+// ---- What changes something ----
+
+absl::optional<std::string> Ctl::OneName(const char* collection,
+                                         const char* usage) {
+  if (arguments_.positional.size() != 1) {
+    Usage(usage);
+    return absl::nullopt;
+  }
+  const absl::StatusOr<Name> name =
+      ParseName(arguments_.positional[0], collection);
+  if (!name.ok()) {
+    UsageOf(name.status());
+    return absl::nullopt;
+  }
+  if (name->resource.empty()) {
+    Usage(usage);
+    return absl::nullopt;
+  }
+  return name->resource;
+}
+
+int Ctl::Pause() {
+  const auto name = OneName("replicas", "pause needs a REPLICA");
+  if (!name.has_value()) return kExitUsage;
+  v1::PauseReplicaRequest request;
+  request.set_name(*name);
+  if (!arguments_.mode.empty()) {
+    v1::PauseMode mode;
+    if (!v1::PauseMode_Parse(
+            absl::StrCat("PAUSE_MODE_", absl::AsciiStrToUpper(arguments_.mode)),
+            &mode)) {
+      return Usage(absl::StrCat("--mode ", arguments_.mode,
+                                " is none of abort, drain, keep"));
+    }
+    request.set_mode(mode);
+  }
+  SayTimeout(&request);
+  v1::Replica replica;
+  const absl::Status status =
+      Call("PauseReplica", [&](grpc::ClientContext* context) {
+        return stub_->PauseReplica(context, request, &replica);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(replica, [&] { return RenderReplica(replica); });
+}
+
+int Ctl::Resume() {
+  const auto name = OneName("replicas", "resume needs a REPLICA");
+  if (!name.has_value()) return kExitUsage;
+  v1::ResumeReplicaRequest request;
+  request.set_name(*name);
+  waits_ = true;
+  v1::Replica replica;
+  const absl::Status status =
+      Call("ResumeReplica", [&](grpc::ClientContext* context) {
+        return stub_->ResumeReplica(context, request, &replica);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(replica, [&] { return RenderReplica(replica); });
+}
+
+int Ctl::Rollback() {
+  const auto name = OneName("versions", "rollback needs a VERSION");
+  if (!name.has_value()) return kExitUsage;
+  v1::RollbackModelRequest request;
+  request.set_version(*name);
+  SayTimeout(&request);
+  v1::Model model;
+  const absl::Status status =
+      Call("RollbackModel", [&](grpc::ClientContext* context) {
+        return stub_->RollbackModel(context, request, &model);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(model, [&] {
+    return absl::StrCat(model.name(), " serves ", model.held_version(),
+                        " until `weightsyncctl release ",
+                        LastPart(model.name()), "`\n");
+  });
+}
+
+int Ctl::Release() {
+  if (arguments_.positional.size() != 1) return Usage("release needs a MODEL");
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::ReleaseModelRequest request;
+  request.set_name(*name);
+  SayTimeout(&request);
+  v1::Model model;
+  const absl::Status status =
+      Call("ReleaseModel", [&](grpc::ClientContext* context) {
+        return stub_->ReleaseModel(context, request, &model);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(model, [&] {
+    return absl::StrCat(model.name(), " serves ",
+                        model.active_version().empty() ? "no version yet"
+                                                       : model.active_version(),
+                        " and follows new ones\n");
+  });
+}
+
+int Ctl::Verify() {
+  const auto name = OneName("replicas", "verify needs a REPLICA");
+  if (!name.has_value()) return kExitUsage;
+  v1::VerifyReplicaRequest request;
+  request.set_name(*name);
+  SayTimeout(&request);
+  v1::VerifyReplicaResponse response;
+  const absl::Status status =
+      Call("VerifyReplica", [&](grpc::ClientContext* context) {
+        return stub_->VerifyReplica(context, request, &response);
+      });
+  if (!status.ok()) return Fail(status);
+  const int printed = Print(response, [&] {
+    std::string out = absl::StrCat(
+        *name, response.equal() ? " holds version " : " DIFFERS from version ",
+        response.version(), " (update ", response.update_id(), ")\n");
+    for (const auto& worker : response.workers()) {
+      absl::StrAppend(&out, "  worker ", worker.worker_index(), " on ",
+                      LastPart(worker.node()), ": ");
+      if (worker.has_failure()) {
+        absl::StrAppend(&out, worker.failure().reason(), ": ",
+                        worker.failure().message(), "\n");
+        continue;
+      }
+      absl::StrAppend(&out, worker.tensor_count(), " tensors compared, ",
+                      worker.different_tensors_size(), " different\n");
+      for (const std::string& tensor : worker.different_tensors()) {
+        absl::StrAppend(&out, "    ", tensor, "\n");
+      }
+    }
+    return out;
+  });
+  return printed == kExitOk && !response.equal() ? kExitError : printed;
+}
+
+int Ctl::Drain() {
+  if (arguments_.positional.size() != 1) return Usage("drain needs a NODE");
+  const auto name = ParseTopName(arguments_.positional[0], "nodes");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::DrainNodeRequest request;
+  request.set_name(*name);
+  request.set_undo(arguments_.undo);
+  v1::Node node;
+  const absl::Status status =
+      Call("DrainNode", [&](grpc::ClientContext* context) {
+        return stub_->DrainNode(context, request, &node);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(node, [&] { return RenderNode(node, absl::Now()); });
+}
+
+int Ctl::Delete() {
+  if (arguments_.positional.size() != 1) {
+    return Usage("delete needs a VERSION or a REPLICA");
+  }
+  // MODEL/3 is a version, MODEL/NAME a replica; full names say it themselves.
+  const std::string& text = arguments_.positional[0];
+  const std::string last = LastPart(text);
+  const bool version =
+      absl::StrContains(text, "/versions/") ||
+      (!absl::StrContains(text, "/replicas/") && !last.empty() &&
+       last.find_first_not_of("0123456789") == std::string::npos);
+  const auto name = OneName(version ? "versions" : "replicas",
+                            "delete needs a VERSION or a REPLICA");
+  if (!name.has_value()) return kExitUsage;
+  absl::Status status;
+  if (version) {
+    v1::DeleteVersionRequest request;
+    request.set_name(*name);
+    v1::DeleteVersionResponse response;
+    status = Call("DeleteVersion", [&](grpc::ClientContext* context) {
+      return stub_->DeleteVersion(context, request, &response);
+    });
+  } else {
+    v1::DeleteReplicaRequest request;
+    request.set_name(*name);
+    v1::DeleteReplicaResponse response;
+    status = Call("DeleteReplica", [&](grpc::ClientContext* context) {
+      return stub_->DeleteReplica(context, request, &response);
+    });
+  }
+  if (!status.ok()) return Fail(status);
+  *screen_.out << *name << " is forgotten\n";
+  return kExitOk;
+}
+
+int Ctl::Adopt() {
+  if (arguments_.positional.size() > 1) return Usage("adopt takes one CLUSTER");
+  v1::AdoptClusterRequest request;
+  if (!arguments_.positional.empty()) {
+    request.set_cluster_id(arguments_.positional[0]);
+  }
+  v1::Cluster cluster;
+  const absl::Status status =
+      Call("AdoptCluster", [&](grpc::ClientContext* context) {
+        return stub_->AdoptCluster(context, request, &cluster);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(cluster, [&] {
+    return absl::StrCat("cluster ", cluster.cluster_id(),
+                        " is adopted, in term ", cluster.term(), "\n");
+  });
+}
+
 absl::StatusOr<v1::PlanResponse> Ctl::AskPlan(const PlanOrder& order) {
   v1::PlanRequest request;
   request.set_model(order.registered);
@@ -629,6 +867,10 @@ int Run(const std::vector<std::string>& args,
       {"models", &Ctl::Models},     {"versions", &Ctl::Versions},
       {"replicas", &Ctl::Replicas}, {"nodes", &Ctl::Nodes},
       {"prepare", &Ctl::Prepare},   {"plan", &Ctl::Plan},
+      {"pause", &Ctl::Pause},       {"resume", &Ctl::Resume},
+      {"rollback", &Ctl::Rollback}, {"release", &Ctl::Release},
+      {"verify", &Ctl::Verify},     {"drain", &Ctl::Drain},
+      {"delete", &Ctl::Delete},     {"adopt", &Ctl::Adopt},
   };
   for (const auto& command : kCommands) {
     if (arguments.command != command.name) continue;

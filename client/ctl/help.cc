@@ -60,6 +60,52 @@ All nodes, or one with its memory and labels.
 Has groups joined and memory reserved, so that the next update finds all of it
 there. Moves no weights; safe to repeat.
 )"},
+    {"pause", "keep a replica paused",
+     R"(weightsyncctl pause REPLICA [--mode abort|drain|keep] [--json]
+
+Keeps the replica paused until `resume`, whatever updates come and go; returns
+when its engine has paused.
+)"},
+    {"resume", "give that up",
+     R"(weightsyncctl resume REPLICA [--json]
+
+The engine runs again when nothing else holds it; shows who still does.
+)"},
+    {"rollback", "go back to an older version and stay there",
+     R"(weightsyncctl rollback VERSION [--json]
+
+Installs an older committed VERSION on every replica of its model and holds it:
+newer publishes are kept, not applied, until `release`.
+)"},
+    {"release", "end the hold of a rollback",
+     R"(weightsyncctl release MODEL [--json]
+
+Installs the newest committed version and follows new ones again.
+)"},
+    {"verify", "compare a replica's memory with what the trainers had",
+     R"(weightsyncctl verify REPLICA [--json]
+
+Has every worker digest its live memory. Exit code 1 when something differs;
+the tensors are named.
+)"},
+    {"drain", "take a node out",
+     R"(weightsyncctl drain NODE [--undo] [--json]
+
+Its replicas finish what they do and get no more updates, it takes no new ones,
+and its store is no holder any more; --undo takes that back.
+)"},
+    {"delete", "forget a version or a replica",
+     R"(weightsyncctl delete VERSION | REPLICA
+
+Forgets a version that nobody serves and frees its bytes, or a replica that is
+gone. MODEL/3 is a version, MODEL/NAME a replica.
+)"},
+    {"adopt", "go on after the journal was lost",
+     R"(weightsyncctl adopt [CLUSTER] [--json]
+
+After JOURNAL_LOST (`status` shows it and ends with 1): this coordinator takes
+the word of the nodes for what there is. CLUSTER, when nodes of several came.
+)"},
     {"plan", "who would send what to whom, and what it would cost",
      R"(weightsyncctl plan [--config FILE] [--model NAME | --catalog FILE]
                    --training_sharding S --training_gpus T

@@ -127,7 +127,7 @@ std::string PolicyText(v1::TransferPolicy policy) {
 
 // "ACTIVE, 988.1 MB in 1.20 s, pause 310 ms".
 std::string EndText(const v1::Version& version, absl::Time now) {
-  if (version.state() == v1::Version::STATE_ABORTED) {
+  if (HasEnded(version) && version.state() != v1::Version::STATE_ACTIVE) {
     return FailureText(version.failure());
   }
   std::string text = absl::StrCat(HumanBytes(version.total_bytes()), " in ",
@@ -160,7 +160,9 @@ std::string StateName(v1::Node::State state) {
 
 bool HasEnded(const v1::Version& version) {
   return version.state() == v1::Version::STATE_ACTIVE ||
-         version.state() == v1::Version::STATE_ABORTED;
+         version.state() == v1::Version::STATE_ABORTED ||
+         version.state() == v1::Version::STATE_SUPERSEDED ||
+         version.state() == v1::Version::STATE_LOST;
 }
 
 absl::Duration PhaseDuration(const v1::Version& version,
@@ -366,7 +368,7 @@ std::string RenderVersions(const std::vector<v1::Version>& versions,
          HumanDuration(TotalTime(version, now)),
          version.has_create_time() ? Ago(now, FromProto(version.create_time()))
                                    : "-"});
-    if (version.state() == v1::Version::STATE_ABORTED) {
+    if (HasEnded(version) && version.state() != v1::Version::STATE_ACTIVE) {
       absl::StrAppend(&failures, name, ": ", FailureText(version.failure()),
                       "\n");
     }
@@ -500,7 +502,7 @@ std::string RenderVersion(const v1::Version& version, absl::Time now) {
   Fields fields;
   fields.Add("version", version.name());
   fields.Add("state", StateName(version.state()));
-  if (version.state() == v1::Version::STATE_ABORTED) {
+  if (HasEnded(version) && version.state() != v1::Version::STATE_ACTIVE) {
     fields.Add("because", FailureText(version.failure()));
   } else if (!HasEnded(version)) {
     fields.Add(
@@ -597,6 +599,10 @@ std::string RenderStatus(const Snapshot& snapshot, absl::Time now) {
                              absl::Seconds(1))))
           : "",
       "), weightsync ", Dash(cluster.software_version()), "\n");
+  if (cluster.has_blocked()) {
+    absl::StrAppend(
+        &out, "NOTHING IS ACCEPTED: ", FailureText(cluster.blocked()), "\n");
+  }
   absl::StrAppend(&out, "\n", RenderNodes(snapshot.nodes, now), "\n",
                   RenderModels(snapshot.models), "\n",
                   RenderReplicas(snapshot.replicas));

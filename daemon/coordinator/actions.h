@@ -54,8 +54,28 @@ struct PrepareDone {
   v1::PrepareResponse response;
 };
 
+// The calls of AdminService that change something.
+using AdminRequest =
+    absl::variant<v1::PauseReplicaRequest, v1::ResumeReplicaRequest,
+                  v1::RollbackModelRequest, v1::ReleaseModelRequest,
+                  v1::VerifyReplicaRequest, v1::DrainNodeRequest,
+                  v1::DeleteVersionRequest, v1::DeleteReplicaRequest,
+                  v1::AdoptClusterRequest>;
+using AdminResponse =
+    absl::variant<v1::Replica, v1::Model, v1::VerifyReplicaResponse, v1::Node,
+                  v1::DeleteVersionResponse, v1::DeleteReplicaResponse,
+                  v1::Cluster>;
+
+// Answers OnAdminRequest.
+struct AdminDone {
+  int64_t request = 0;
+  // Code 0: `response` holds, of the type that the call has.
+  v1::Failure failure;
+  AdminResponse response;
+};
+
 using Action = absl::variant<SendCommand, CloseNode, JournalAppend,
-                             VersionChanged, PrepareDone>;
+                             VersionChanged, PrepareDone, AdminDone>;
 using Actions = std::vector<Action>;
 
 }  // namespace daemon

@@ -53,6 +53,33 @@ Fault FromProto(const v1::Failure& failure) {
   return Fault(code, failure.reason(), failure.message());
 }
 
+PauseKind PauseOf(v1::PauseMode mode) {
+  switch (mode) {
+    case v1::PAUSE_MODE_ABORT:
+      return PauseKind::kAbort;
+    case v1::PAUSE_MODE_KEEP:
+      return PauseKind::kKeep;
+    case v1::PAUSE_MODE_NONE:
+      return PauseKind::kNone;
+    default:
+      return PauseKind::kDrain;
+  }
+}
+
+v1::PauseMode ToProto(PauseKind kind) {
+  switch (kind) {
+    case PauseKind::kAbort:
+      return v1::PAUSE_MODE_ABORT;
+    case PauseKind::kKeep:
+      return v1::PAUSE_MODE_KEEP;
+    case PauseKind::kNone:
+      return v1::PAUSE_MODE_NONE;
+    case PauseKind::kDrain:
+      break;
+  }
+  return v1::PAUSE_MODE_DRAIN;
+}
+
 absl::Status ToStatus(const Fault& fault) {
   if (fault.ok()) return absl::OkStatus();
   return ErrorStatus(fault.code, fault.reason, fault.message);

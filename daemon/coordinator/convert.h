@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "daemon/coordinator/fault.h"
+#include "daemon/coordinator/replica_machine.h"
 #include "google/protobuf/duration.pb.h"
 #include "google/protobuf/timestamp.pb.h"
 #include "weightsync/v1/types.pb.h"
@@ -23,6 +24,10 @@ absl::Duration FromProto(const google::protobuf::Duration& duration);
 v1::Failure ToProto(const Fault& fault);
 Fault FromProto(const v1::Failure& failure);
 bool IsFailure(const v1::Failure& failure);
+
+// UNSPECIFIED is DRAIN.
+PauseKind PauseOf(v1::PauseMode mode);
+v1::PauseMode ToProto(PauseKind kind);
 
 absl::Status ToStatus(const Fault& fault);
 

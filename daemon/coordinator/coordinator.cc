@@ -32,6 +32,11 @@ Actions Coordinator::OnPrepareRequest(absl::Time now, int64_t request,
   return core_->OnPrepareRequest(now, request, prepare);
 }
 
+Actions Coordinator::OnAdminRequest(absl::Time now, int64_t request,
+                                    const AdminRequest& call) {
+  return core_->OnAdminRequest(now, request, call);
+}
+
 void Coordinator::FillCluster(v1::Cluster* cluster) const {
   Queries(*core_).FillCluster(cluster);
 }

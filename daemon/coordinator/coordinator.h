@@ -66,6 +66,11 @@ class Coordinator {
   Actions OnPrepareRequest(absl::Time now, int64_t request,
                            const v1::PrepareRequest& prepare);
 
+  // The calls of AdminService that change something. Answered by
+  // AdminDone{request}, perhaps at once.
+  Actions OnAdminRequest(absl::Time now, int64_t request,
+                         const AdminRequest& call);
+
   // ---- Queries: AdminService's answers, with its codes and reasons ----
 
   // All but answered_by and the protocol versions.

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "daemon/coordinator/fake_cluster.h"
+#include "daemon/coordinator/fake_expect.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -18,51 +18,6 @@ namespace {
 
 using ::testing::HasSubstr;
 using Command = v1::NodeCommand;
-
-// Where in the trace the first (or last) entry with this part stands; -1: none.
-int First(const FakeCluster& c, const std::string& part) {
-  for (size_t i = 0; i < c.trace.size(); ++i) {
-    if (absl::StrContains(c.trace[i], part)) return static_cast<int>(i);
-  }
-  return -1;
-}
-int Last(const FakeCluster& c, const std::string& part) {
-  for (size_t i = c.trace.size(); i-- > 0;) {
-    if (absl::StrContains(c.trace[i], part)) return static_cast<int>(i);
-  }
-  return -1;
-}
-
-// Everybody runs, with the same update and without a mix.
-void ExpectAllServe(const FakeCluster& c, const std::string& update_id) {
-  EXPECT_EQ(c.violations, 0);
-  for (const auto& engine : c.engines) {
-    EXPECT_FALSE(engine.second.paused) << engine.first;
-    for (const v1::InstalledState& worker : engine.second.workers) {
-      EXPECT_EQ(worker.update_id(), update_id) << engine.first;
-    }
-  }
-}
-
-// The cluster still works: a new version reaches everybody.
-void ExpectNextPublishWorks(FakeCluster* c, int world = 2) {
-  c->intercept = nullptr;
-  c->PublishAll(world);
-  c->Run();
-  const v1::Version version = c->Version();
-  EXPECT_EQ(version.state(), v1::Version::STATE_ACTIVE)
-      << version.ShortDebugString();
-  ExpectAllServe(*c, version.update_id());
-}
-
-v1::Failure MakeFailure(int code, const std::string& reason,
-                        const std::string& message) {
-  v1::Failure failure;
-  failure.set_code(code);
-  failure.set_reason(reason);
-  failure.set_message(message);
-  return failure;
-}
 
 TEST(CoordinatorTest, LockstepPausesAllThenCommitsThenAppliesThenResumes) {
   FakeCluster c;
@@ -124,7 +79,7 @@ TEST(CoordinatorTest, WithoutReplicasAnUpdateIsActiveWithNobody) {
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
 }
 
-TEST(CoordinatorTest, OptionsThatDoNotWorkYetAreRefusedByName) {
+TEST(CoordinatorTest, OptionsThatCannotBeHadAreRefusedByName) {
   FakeCluster c;
   c.AddStandard();
   const auto reason = [&](void (*set)(v1::UpdateOptions*)) {
@@ -132,27 +87,23 @@ TEST(CoordinatorTest, OptionsThatDoNotWorkYetAreRefusedByName) {
     set(&options);
     const int64_t call = c.Publish(0, 0, "", options);
     c.Run();
-    EXPECT_EQ(c.FindReply(call)->failure().code(), 12);
     return c.FindReply(call)->failure().reason();
   };
   EXPECT_EQ(reason([](v1::UpdateOptions* o) {
-              o->set_update_mode(v1::UPDATE_MODE_STREAM);
-            }),
-            "UPDATE_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason([](v1::UpdateOptions* o) {
-              o->set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
-            }),
-            "PUBLISH_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason([](v1::UpdateOptions* o) {
-              o->set_pause_mode(v1::PAUSE_MODE_KEEP);
-            }),
-            "PAUSE_MODE_UNIMPLEMENTED");
-  EXPECT_EQ(reason([](v1::UpdateOptions* o) {
               o->mutable_commit_policy()->mutable_rolling();
             }),
-            "COMMIT_POLICY_UNIMPLEMENTED");
-  EXPECT_EQ(reason([](v1::UpdateOptions* o) { o->set_verify_source(true); }),
-            "OPTION_UNIMPLEMENTED");
+            "MAX_UNAVAILABLE_INVALID");
+  EXPECT_EQ(
+      reason([](v1::UpdateOptions* o) {
+        o->mutable_commit_policy()->mutable_rolling()->set_max_unavailable(1);
+        o->set_update_mode(v1::UPDATE_MODE_STREAM);
+      }),
+      "COMMIT_POLICY_UNIMPLEMENTED");
+  EXPECT_EQ(reason([](v1::UpdateOptions* o) {
+              o->set_pause_mode(v1::PAUSE_MODE_NONE);
+              o->set_update_mode(v1::UPDATE_MODE_STREAM);
+            }),
+            "PAUSE_MODE_UNIMPLEMENTED");
   ExpectNextPublishWorks(&c);
 }
 
@@ -243,16 +194,38 @@ TEST(CoordinatorTest, AnAbortedNumberMayBeTriedAgainWhileItIsTheFloor) {
   ExpectAllServe(c, c.Version().update_id());
 }
 
-TEST(CoordinatorTest, RanksOfOneVersionMustSayTheSameStep) {
+TEST(CoordinatorTest, RanksThatDisagreeAreAllToldAtOnce) {
   FakeCluster c;
   c.AddStandard();
   c.Publish(0, 0, "", {}, 10);
   const int64_t call = c.Publish(1, 0, "", {}, 11);
   c.Run();
   EXPECT_EQ(c.FindReply(call)->failure().reason(), "OPTIONS_DISAGREE");
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
+  EXPECT_EQ(c.Version().failure().reason(), "OPTIONS_DISAGREE");
+  ExpectNextPublishWorks(&c);
 }
 
-TEST(CoordinatorTest, TheNextPublishWaitsForTheOneThatRuns) {
+TEST(CoordinatorTest, RanksThatNameDifferentVersionsAreAllToldAtOnce) {
+  FakeCluster c;
+  c.AddNode("n0");
+  for (int rank = 0; rank < 3; ++rank) c.AddRank(rank, 3, "n0");
+  // The update is open when they disagree; the third rank comes later.
+  c.Publish(0, 20);
+  const int64_t other = c.Publish(1, 21);
+  c.Run();
+  EXPECT_EQ(c.FindReply(other)->failure().reason(), "OPTIONS_DISAGREE");
+  EXPECT_EQ(c.FindReply(other)->failure().code(), 3);
+  EXPECT_EQ(c.Version().failure().reason(), "OPTIONS_DISAGREE");
+  EXPECT_THAT(c.Version().failure().message(), HasSubstr("rank 1"));
+  const int64_t third = c.Publish(2, 21);
+  c.Run();
+  EXPECT_EQ(c.FindReply(third)->failure().reason(), "OPTIONS_DISAGREE");
+  ExpectNextPublishWorks(&c, 3);
+  EXPECT_EQ(c.Version().version(), 21);
+}
+
+TEST(CoordinatorTest, TheNextPublishIsCopiedWhileOneRunsAndTheOneAfterWaits) {
   FakeCluster c;
   c.AddStandard();
   c.intercept = [](const std::string&, const Command& command) {
@@ -262,14 +235,25 @@ TEST(CoordinatorTest, TheNextPublishWaitsForTheOneThatRuns) {
   c.Run();
   const int64_t next = c.Publish(0);
   c.Run();
-  EXPECT_EQ(c.FindReply(next), nullptr);
-  c.intercept = nullptr;
-  c.Pass(absl::Seconds(61));  // the pause fails, the first is aborted
+  // QUEUE: it is copied out, and waits.
   ASSERT_NE(c.FindReply(next), nullptr);
   EXPECT_EQ(c.FindReply(next)->publish_opened().version(), 2);
   c.Publish(1);
   c.Run();
-  EXPECT_EQ(c.Version().version(), 2);
+  EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_GATHERING);
+  const int64_t third = c.Publish(0);
+  c.Run();
+  EXPECT_EQ(c.FindReply(third), nullptr);
+  c.intercept = nullptr;
+  c.Pass(absl::Seconds(61));  // the pause fails, the first is aborted
+  EXPECT_EQ(c.Version("1").state(), v1::Version::STATE_ABORTED);
+  EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ACTIVE);
+  ExpectAllServe(c, c.Version("2").update_id());
+  ASSERT_NE(c.FindReply(third), nullptr);
+  EXPECT_EQ(c.FindReply(third)->publish_opened().version(), 3);
+  c.Publish(1);
+  c.Run();
+  EXPECT_EQ(c.Version().version(), 3);
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
 }
 
@@ -421,12 +405,11 @@ TEST(CoordinatorTest, ALostReceivingNodeIsLeftOut) {
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
   EXPECT_EQ(c.engines["r1"].workers[0].update_id(), c.Version().update_id());
   EXPECT_EQ(c.Replica("r2").state(), v1::Replica::STATE_LOST);
-  // It comes back with the old weights and is behind until the next publish.
+  // It comes back with an empty store: what it lacks is fetched.
   c.intercept = nullptr;
   c.RestartNode("n2");
   c.Run();
-  EXPECT_TRUE(c.Replica("r2").behind());
-  EXPECT_FALSE(c.engines["r2"].paused);
+  ExpectAllServe(c, c.Version().update_id());
   ExpectNextPublishWorks(&c);
 }
 
@@ -468,11 +451,7 @@ TEST(CoordinatorTest, ARankLostBeforeItArrivedAborts) {
   c.AddStandard();
   c.Publish(0);
   c.Run();
-  v1::NodeReport report;
-  report.mutable_rank_lost()->set_model(kModel);
-  report.mutable_rank_lost()->set_rank(1);
-  report.mutable_rank_lost()->set_session("s1");
-  c.Report("n0", report);
+  c.LoseRank(1);
   EXPECT_EQ(c.Version().failure().reason(), "RANK_LOST");
   EXPECT_THAT(c.Version().failure().message(), HasSubstr("rank 1"));
   c.AddRank(1, 2, "n0");

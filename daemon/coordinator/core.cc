@@ -27,6 +27,34 @@ ReplicaTimeouts TimeoutsOf(const CoordinatorOptions& options) {
 
 }  // namespace
 
+const CommittedUpdate& ModelRun::Newest() const {
+  static const auto* const kNone = new CommittedUpdate();
+  return commits.empty() ? *kNone : commits.back();
+}
+
+const CommittedUpdate* ModelRun::FindCommit(
+    const std::string& update_id) const {
+  for (auto it = commits.rbegin(); it != commits.rend(); ++it) {
+    if (it->update_id == update_id) return &*it;
+  }
+  return nullptr;
+}
+
+const CommittedUpdate* ModelRun::Wanted() const {
+  const CommittedUpdate* wanted = !held_update_id.empty()
+                                      ? FindCommit(held_update_id)
+                                  : commits.empty() ? nullptr
+                                                    : &commits.back();
+  return wanted == nullptr || wanted->lost ? nullptr : wanted;
+}
+
+UpdateRun* ModelRun::FindUpdate(const std::string& update_id) const {
+  for (const auto& update : updates) {
+    if (update->update_id == update_id) return update.get();
+  }
+  return nullptr;
+}
+
 bool NodeRun::Holds(const std::string& update_id) const {
   for (const auto& update : held) {
     if (update.second == update_id) return true;
@@ -39,7 +67,7 @@ CoordinatorCore::CoordinatorCore(CoordinatorOptions options,
     : options_(std::move(options)),
       replica_timeouts_(TimeoutsOf(options_)),
       journal_(std::move(recovered)),
-      ids_({""}) {
+      ids_({{0, ""}}) {
   keys_[""] = 0;
 }
 
@@ -66,8 +94,14 @@ Actions CoordinatorCore::Start(absl::Time now) {
     layouts_[layout.first] = *std::move(known);
     journalled_layouts_.insert(layout.first);
   }
+  seen_term_ = term_;
+  if (journal_.adopted_term != 0 && journal_.adopted_term == journal_.term) {
+    // It ended before all nodes can have said what there is.
+    adopting_until_ = now + options_.recovery_timeout;
+  }
   for (const auto& model : journal_.models) Recover(model.first, model.second);
-  Drain();
+  DrainQueue();
+  CheckWaits();
   return Take();
 }
 
@@ -88,7 +122,8 @@ Actions CoordinatorCore::OnReport(absl::Time now, const std::string& stream,
       Dispatch(node, report);
     }
   }
-  Drain();
+  DrainQueue();
+  CheckWaits();
   return Take();
 }
 
@@ -98,7 +133,8 @@ Actions CoordinatorCore::OnDisconnected(absl::Time now,
   actions_.clear();
   auto it = streams_.find(stream);
   if (it != streams_.end()) Disconnected(FindNode(it->second));
-  Drain();
+  DrainQueue();
+  CheckWaits();
   return Take();
 }
 
@@ -134,21 +170,32 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
       SendTo(node.name)->mutable_heartbeat();
     }
   }
-  Drain();
+  DrainQueue();
   UpdateEvent tick;
   ReplicaEvent replica_tick;
   for (auto& entry : models_) {
-    for (auto& replica : entry.second.replicas) {
+    ModelRun& model = entry.second;
+    for (auto& replica : model.replicas) {
       Step(&replica.second, replica_tick);
     }
-    Post(entry.first, tick);
-    Drain();
-    ExpirePublishes(&entry.second);
-    TryOpen(&entry.second);
-    TickPrepare(&entry.second);
-    Drain();
+    for (const auto& update : model.updates) Post(*update, tick);
+    DrainQueue();
+    ExpirePublishes(&model);
+    TryOpen(&model);
+    TickPrepare(&model);
+    TickFetch(&model);
+    for (auto& replica : model.replicas) {
+      if (replica.second.not_before == absl::InfinitePast() ||
+          now < replica.second.not_before) {
+        continue;
+      }
+      replica.second.not_before = absl::InfinitePast();
+      Settle(&replica.second);
+    }
+    DrainQueue();
   }
   Forget();
+  CheckWaits();
   return Take();
 }
 
@@ -178,8 +225,7 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
       return LoseRank(lost.model(), lost.rank(), lost.session(), fault);
     }
     case v1::NodeReport::kReplicaJoined:
-      return ReplicaJoined(node, correlation,
-                           report.replica_joined().registration());
+      return ReplicaJoined(node, correlation, report.replica_joined());
     case v1::NodeReport::kReplicaLeft: {
       const auto& left = report.replica_left();
       Fault fault(
@@ -192,8 +238,7 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
                          fault);
     }
     case v1::NodeReport::kWorkerJoined:
-      return WorkerJoined(node, correlation,
-                          report.worker_joined().registration());
+      return WorkerJoined(node, correlation, report.worker_joined());
     case v1::NodeReport::kWorkerLeft: {
       const auto& left = report.worker_left();
       Fault fault(StatusCode::kUnavailable, "WORKER_LOST",
@@ -227,9 +272,11 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
           std::remove(node->held.begin(), node->held.end(),
                       std::make_pair(evicted.model(), evicted.update_id())),
           node->held.end());
+      node->fetched.erase(evicted.update_id());
       return;
     }
     case v1::NodeReport::kWorkerDigests:
+      return WorkerDigests(report.worker_digests());
     case v1::NodeReport::kHello:
     case v1::NodeReport::REPORT_NOT_SET:
       // Of a later release.
@@ -250,16 +297,16 @@ Fault CoordinatorCore::CheckHello(const v1::Hello& hello) {
                               hello.protocol_version(), ", this coordinator ",
                               kProtocolVersion));
   }
-  if (!hello.cluster_id().empty() && hello.cluster_id() != cluster_id_) {
-    if (fresh_) {
+  if (!hello.cluster_id().empty() && hello.cluster_id() != cluster_id_ &&
+      journal_.former_clusters.count(hello.cluster_id()) == 0) {
+    if (fresh_ || !lost_evidence_.empty()) {
       JournalLost(absl::StrCat("node ", hello.node(), " belongs to cluster ",
                                hello.cluster_id(),
-                               ", of which this coordinator's empty journal "
-                               "knows nothing"));
-      return Fault(StatusCode::kFailedPrecondition, "JOURNAL_LOST",
-                   absl::StrCat(lost_evidence_,
-                                "; nothing is accepted until the journal is "
-                                "brought back"));
+                               ", of which this coordinator's journal knows "
+                               "nothing"));
+      seen_clusters_.insert(hello.cluster_id());
+      seen_term_ = std::max(seen_term_, hello.newest_term());
+      return LostFault();
     }
     return Fault(StatusCode::kFailedPrecondition, "CLUSTER_MISMATCH",
                  absl::StrCat("node ", hello.node(), " belongs to cluster ",
@@ -270,10 +317,10 @@ Fault CoordinatorCore::CheckHello(const v1::Hello& hello) {
     JournalLost(absl::StrCat(
         "node ", hello.node(), " has seen term ", hello.newest_term(),
         " of this cluster, this journal only term ", term_));
-    return Fault(StatusCode::kFailedPrecondition, "JOURNAL_LOST",
-                 absl::StrCat(lost_evidence_,
-                              "; nothing is accepted until the journal is "
-                              "brought back"));
+    seen_clusters_.insert(hello.cluster_id().empty() ? cluster_id_
+                                                     : hello.cluster_id());
+    seen_term_ = std::max(seen_term_, hello.newest_term());
+    return LostFault();
   }
   const NodeRun* known = FindNode(hello.node());
   if (known != nullptr && !known->stream.empty() &&
@@ -312,8 +359,13 @@ void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
   node.last_heartbeat = now_;
   node.memory = hello.memory();
   node.held.clear();
+  node.draining = journal_.drained.count(node.name) != 0;
   for (const v1::HeldUpdate& held : hello.held_updates()) {
     node.held.emplace_back(held.model(), held.update_id());
+    LearnFrom(held);
+  }
+  for (auto it = node.fetched.begin(); it != node.fetched.end();) {
+    it = node.Holds(it->first) ? std::next(it) : node.fetched.erase(it);
   }
   node.layouts.clear();
   node.said.clear();
@@ -326,6 +378,12 @@ void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
   *welcome->mutable_heartbeat_interval() = ToProto(options_.heartbeat_interval);
   *welcome->mutable_heartbeat_timeout() = ToProto(options_.heartbeat_timeout);
   SendEnds(&node);
+  for (auto& model : models_) {
+    const std::string& held = model.second.held_update_id;
+    if (!held.empty() && node.Holds(held)) {
+      Pin(&model.second, node.name, held, true);
+    }
+  }
 }
 
 void CoordinatorCore::SendEnds(NodeRun* node) {
@@ -343,11 +401,11 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
         std::max(0, static_cast<int>(model.ended.size()) - kEndsTold);
     for (size_t i = from; i < model.ended.size(); ++i) {
       const v1::Version& version = model.ended[i];
-      end(version.update_id(), version.state() == v1::Version::STATE_ACTIVE,
+      end(version.update_id(), model.FindCommit(version.update_id()) != nullptr,
           version.failure());
     }
-    if (model.running != nullptr && model.running->recovered) {
-      end(model.running->update_id, true, v1::Failure());
+    for (const auto& update : model.updates) {
+      if (update->recovered) end(update->update_id, true, v1::Failure());
     }
   }
 }
@@ -389,7 +447,10 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
         }
       }
     }
-    for (auto& replica : entry.second.replicas) Settle(&replica.second);
+    for (auto& replica : entry.second.replicas) {
+      replica.second.not_before = absl::InfinitePast();
+      Settle(&replica.second);
+    }
   }
   UpdateEvent back;
   back.kind = UpdateEvent::kNodeBack;
@@ -407,12 +468,18 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
   if (node->lost) return;
   node->lost = true;
   node->held.clear();
+  node->fetched.clear();
   LOG(WARNING) << fault.message;
   UpdateEvent lost;
   lost.kind = UpdateEvent::kNodeLost;
   lost.fault = fault;
   PostNode(node->name, lost);
   for (auto& entry : models_) {
+    FetchFailed(&entry.second, node->name, fault);
+    for (auto it = entry.second.pins.begin(); it != entry.second.pins.end();) {
+      it =
+          it->first == node->name ? entry.second.pins.erase(it) : std::next(it);
+    }
     const ModelEntry* model = registry_.FindModel(entry.first);
     if (model == nullptr) continue;
     const ModelEntry copy = *model;
@@ -466,6 +533,14 @@ void CoordinatorCore::JournalLost(const std::string& evidence) {
   Write()->mutable_lost()->set_evidence(evidence);
 }
 
+Fault CoordinatorCore::LostFault() const {
+  return Fault(
+      StatusCode::kFailedPrecondition, "JOURNAL_LOST",
+      absl::StrCat(lost_evidence_,
+                   "; nothing is accepted until the journal is brought back, "
+                   "or `weightsyncctl adopt` takes the nodes' word"));
+}
+
 NodeRun* CoordinatorCore::FindNode(const std::string& name) {
   auto it = nodes_.find(name);
   return it == nodes_.end() ? nullptr : &it->second;
@@ -499,12 +574,48 @@ void CoordinatorCore::Forget() {
     }
   }
   std::set<std::string> named;
+  std::set<UpdateKey> used = {0};
+  const auto use = [&](const std::string& update_id) {
+    used.insert(FindKey(update_id));
+  };
   for (const auto& entry : models_) {
-    named.insert(entry.second.committed.layout_id);
-    if (entry.second.layout != nullptr) named.insert(entry.second.layout->id());
+    const ModelRun& model = entry.second;
+    for (const CommittedUpdate& commit : model.commits) {
+      named.insert(commit.layout_id);
+      use(commit.update_id);
+    }
+    for (const auto& update : model.updates) {
+      named.insert(update->record.layout_id());
+      used.insert(update->key);
+    }
+    if (model.layout != nullptr) named.insert(model.layout->id());
+    if (model.fetch != nullptr) used.insert(model.fetch->update);
+    for (const v1::Version& version : model.ended) use(version.update_id());
+    for (const auto& replica : model.replicas) {
+      const ReplicaState& machine = replica.second.machine;
+      used.insert({machine.target, machine.served.update,
+                   replica.second.installing, replica.second.given_up});
+      for (const ReplicaWorker& worker : machine.workers) {
+        used.insert(worker.content.update);
+      }
+      for (const Holder& holder : machine.holders) used.insert(holder.update);
+      for (const v1::ReplicaTimes& times : replica.second.history) {
+        use(times.update_id());
+      }
+    }
   }
+  for (const AdminWait& wait : waits_) used.insert(wait.update);
   for (auto it = layouts_.begin(); it != layouts_.end();) {
     it = named.count(it->first) == 0 ? layouts_.erase(it) : std::next(it);
+  }
+  for (auto it = ids_.begin(); it != ids_.end();) {
+    if (used.count(it->first) != 0) {
+      ++it;
+      continue;
+    }
+    told_versions_.erase(it->first);
+    keys_.erase(it->second);
+    it = ids_.erase(it);
   }
   for (auto it = journal_.requests.begin(); it != journal_.requests.end();) {
     const bool old =
@@ -542,9 +653,19 @@ void CoordinatorCore::Changed(const v1::Version& record) {
 }
 
 UpdateKey CoordinatorCore::KeyOf(const std::string& update_id) {
-  auto it = keys_.emplace(update_id, static_cast<UpdateKey>(ids_.size()));
-  if (it.second) ids_.push_back(update_id);
+  auto it = keys_.emplace(update_id, next_key_);
+  if (it.second) ids_[next_key_++] = update_id;
   return it.first->second;
+}
+
+UpdateKey CoordinatorCore::FindKey(const std::string& update_id) const {
+  auto it = keys_.find(update_id);
+  return it == keys_.end() ? 0 : it->second;
+}
+
+const std::string& CoordinatorCore::IdOf(UpdateKey key) const {
+  auto it = ids_.find(key);
+  return it == ids_.end() ? ids_.at(0) : it->second;
 }
 
 }  // namespace daemon

@@ -4,7 +4,11 @@
 //   core_members.cc  ranks, replicas and workers come and go
 //   core_publish.cc  publishes: calls of ranks, opening an update
 //   core_update.cc   events for the update machine, and what its actions mean
-//   core_replica.cc  the same for the replica machines; late join and repair
+//   core_replica.cc  the same for the replica machines
+//   core_install.cc  install an update from a holder: late join, repair,
+//                    rollback; fetching it to a node that lacks it
+//   core_admin.cc    what operators ask for: pause, rollback, drain, adopt, …
+//   core_verify.cc   VerifyReplica
 //   core_prepare.cc  AdminService.Prepare
 //   core_plan.cc     plans of updates, and what ended ones teach about rates
 //   core_recovery.cc what a new term makes of the journal
@@ -57,6 +61,11 @@ struct NodeRun {
   v1::MemoryUse memory;
   // Whole updates in its store, newest first: (model, update_id).
   std::vector<std::pair<std::string, std::string>> held;
+  // Buckets that were fetched to it beyond what the layout says it receives, by
+  // update_id.
+  std::map<std::string, std::set<uint32_t>> fetched;
+  // Takes no new replicas and no updates, and is no holder.
+  bool draining = false;
   // Layouts that were defined on this stream.
   std::set<std::string> layouts;
   // Ranks, replicas and workers named on this stream; see HelloDone.
@@ -65,12 +74,30 @@ struct NodeRun {
   bool Holds(const std::string& update_id) const;
 };
 
+// What is known of an update that was committed; update_id empty: none.
 struct CommittedUpdate {
-  std::string update_id;  // empty: none
+  std::string update_id;
   int64_t version = 0;
   int64_t step = 0;
   std::string layout_id;
   int64_t term = 0;
+  // Null: the layout cannot be computed any more (or an adopted cluster's is
+  // not known): nothing can be installed from it.
+  std::shared_ptr<const KnownLayout> layout;
+  // How it is to be installed.
+  v1::UpdateOptions options;
+  std::vector<v1::BucketDigest> manifest;
+  std::vector<v1::TensorDigest> tensors;
+  // No holder of its bytes is left.
+  bool lost = false;
+
+  // Whose stores have its bytes: sources (SNAPSHOT), receivers (STAGE).
+  bool SourcesHold() const {
+    return options.publish_mode() != v1::PUBLISH_MODE_IN_PLACE;
+  }
+  bool ReceiversHold() const {
+    return options.update_mode() != v1::UPDATE_MODE_STREAM;
+  }
 };
 
 struct UpdateRun {
@@ -89,6 +116,7 @@ struct UpdateRun {
   std::map<int32_t, int> rank_index;
   std::map<std::string, int> replica_index;  // by short name
   std::vector<v1::BucketDigest> manifest;
+  std::map<int32_t, v1::Digest> tensors;  // by ordinal, summed over ranks
   // Null for one that an earlier term committed.
   std::shared_ptr<const schedule::PolicyPlan> plan;
   // By phase, as PhaseTime names them.
@@ -96,6 +124,7 @@ struct UpdateRun {
   std::vector<v1::Flow> flows;
   int64_t flows_epoch = -1;
   std::string group_secret;
+  int64_t publish_index = 0;
   bool recovered = false;
 };
 
@@ -104,16 +133,54 @@ struct ReplicaRun {
   std::string name;
   std::string incarnation;
   ReplicaState machine;
-  // A late join or repair under way: this update is being installed.
+  // A late join, repair or rollback under way: this update is being installed.
   UpdateKey installing = 0;
   // It was tried for this one, in vain: not again.
   UpdateKey given_up = 0;
+  // Fetches to its nodes that failed one after the other, and when to try again
+  // at the earliest.
+  int fetch_failures = 0;
+  absl::Time not_before = absl::InfinitePast();
+  // What the engine said that its pause did.
+  std::string pause_detail;
   // Newest last.
   std::deque<v1::ReplicaTimes> history;
   v1::Failure last_failure;
   // Set while it is not complete after it had been.
   bool lost = false;
   absl::Time lost_time;
+};
+
+// An update on its way from holders to nodes that lack it.
+struct FetchRun {
+  UpdateKey update = 0;
+  CommittedUpdate of;
+  int64_t epoch = 0;
+  std::string secret;
+  // [holder, target] with the buckets, as told.
+  std::vector<v1::Flow> flows;
+  std::set<std::string> holders;
+  // Who has yet to get all of it, and who has it.
+  std::set<std::string> targets;
+  std::set<std::string> done;
+  // Who has yet to answer PrepareUpdate.
+  std::set<std::string> preparing;
+  bool moving = false;
+  absl::Time deadline;
+  std::map<std::string, int64_t> received_bytes;
+};
+
+// A call of an operator that waits for something.
+struct AdminWait {
+  int64_t request = 0;
+  AdminRequest call;
+  std::string model;
+  std::string replica;
+  UpdateKey update = 0;
+  absl::Time deadline;
+  // VerifyReplica: who has answered.
+  std::string command_id;
+  std::map<int, v1::WorkerDigests> digests;
 };
 
 // A Prepare that nodes have yet to answer.
@@ -129,8 +196,17 @@ struct PrepareJob {
 struct ModelRun {
   std::string name;
   PublishBook book;
-  std::unique_ptr<UpdateRun> running;
-  CommittedUpdate committed;
+  // Oldest first; at most two: the one that is delivered, and the one behind.
+  std::vector<std::unique_ptr<UpdateRun>> updates;
+  // Oldest first, at most kOlderCommits + 1.
+  std::deque<CommittedUpdate> commits;
+  // The rollback that holds the model; no update_id: none.
+  std::string held_update_id;
+  // Replicas that an operator keeps paused, present or not.
+  std::set<std::string> held_replicas;
+  std::unique_ptr<FetchRun> fetch;
+  // (node, update_id) that were told to keep it.
+  std::set<std::pair<std::string, std::string>> pins;
   // Newest last.
   std::deque<v1::Version> ended;
   int64_t epoch = 0;
@@ -139,7 +215,19 @@ struct ModelRun {
   // The layout made last, and from what.
   std::string layout_input;
   std::shared_ptr<const KnownLayout> layout;
+
+  // The newest committed one; no update_id: none.
+  const CommittedUpdate& Newest() const;
+  const CommittedUpdate* FindCommit(const std::string& update_id) const;
+  // What replicas shall have: what a rollback holds, else the newest; null:
+  // nothing, or nobody has its bytes any more.
+  const CommittedUpdate* Wanted() const;
+  // Null: none with that id runs.
+  UpdateRun* FindUpdate(const std::string& update_id) const;
 };
+
+// What the machine has to know of the options.
+void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config);
 
 class CoordinatorCore {
  public:
@@ -152,6 +240,8 @@ class CoordinatorCore {
   Actions OnTick(absl::Time now);
   Actions OnPrepareRequest(absl::Time now, int64_t request,
                            const v1::PrepareRequest& prepare);
+  Actions OnAdminRequest(absl::Time now, int64_t request,
+                         const AdminRequest& call);
 
   // AdminService.Plan, of a registered model. Touches nothing.
   absl::StatusOr<schedule::PlanReport> PlanNow(
@@ -175,6 +265,7 @@ class CoordinatorCore {
   void SendEnds(NodeRun* node);
   void Close(const std::string& stream, const Fault& fault);
   void JournalLost(const std::string& evidence);
+  Fault LostFault() const;
   NodeRun* FindNode(const std::string& name);
   // Null unless its stream is up.
   NodeRun* ConnectedNode(const std::string& name);
@@ -198,9 +289,9 @@ class CoordinatorCore {
   void LoseRank(const std::string& model, int32_t rank,
                 const std::string& session, const Fault& fault);
   void ReplicaJoined(NodeRun* node, int64_t correlation,
-                     const v1::RegisterReplica& registration);
+                     const v1::ReplicaJoined& joined);
   void WorkerJoined(NodeRun* node, int64_t correlation,
-                    const v1::RegisterWorker& registration);
+                    const v1::WorkerJoined& joined);
   void LoseControl(const std::string& model, const std::string& replica,
                    const std::string& incarnation, const Fault& fault);
   void LoseWorker(const std::string& model, const std::string& replica,
@@ -221,7 +312,12 @@ class CoordinatorCore {
   void JoinUpdate(UpdateRun* update, const PublishCall& call);
   void SendOpened(UpdateRun* update, const std::string& node,
                   const std::string& stream, int64_t correlation);
+  void Disagree(ModelRun* model, const PublishBook::Decision& decision);
   void TryOpen(ModelRun* model);
+  // Whether what the ranks ask for can be had now: NO_RECOVERY_SOURCE,
+  // ATOMIC_SWAP_REQUIRED.
+  Fault CheckPossible(ModelRun* model, const v1::UpdateOptions& options,
+                      const std::set<std::string>& replicas);
   void ExpirePublishes(ModelRun* model);
   void FailPublish(const Publish& publish);
   absl::StatusOr<std::shared_ptr<const KnownLayout>> LayoutOfNow(
@@ -229,16 +325,23 @@ class CoordinatorCore {
   void SendLayout(const KnownLayout& layout, const std::string& node);
 
   // ---- core_update.cc ----
-  void Post(const std::string& model, UpdateEvent event);
-  // The same for the member of the running update with that name, if it is one.
+  void Post(const UpdateRun& update, UpdateEvent event);
+  // The same for the member with that name of every update that it is in.
   void PostNode(const std::string& node, UpdateEvent event);
   void PostReplica(const ReplicaRun& replica, UpdateEvent event);
-  void Drain();
-  void Carry(ModelRun* model, const std::vector<UpdateAction>& actions);
-  void EnterPhase(ModelRun* model, UpdatePhase phase);
-  void SendPrepare(ModelRun* model, int node);
-  void Commit(ModelRun* model);
-  void Finish(ModelRun* model);
+  void DrainQueue();
+  void Carry(ModelRun* model, UpdateRun* update,
+             const std::vector<UpdateAction>& actions);
+  void EnterPhase(UpdateRun* update, UpdatePhase phase);
+  void MakeUpdateFlows(ModelRun* model, UpdateRun* update);
+  void SendPrepare(ModelRun* model, UpdateRun* update, int node);
+  void SendMove(ModelRun* model, UpdateRun* update, int node);
+  void BeginStream(ModelRun* model, UpdateRun* update);
+  // LATEST: `update` is complete behind an older one.
+  void Supersede(ModelRun* model, const UpdateRun& update);
+  void Commit(ModelRun* model, UpdateRun* update);
+  void RankMayChange(UpdateRun* update, int32_t rank);
+  void Finish(ModelRun* model, UpdateRun* update);
   void RankSnapshotted(const v1::RankSnapshotted& report);
   void UpdateProgress(const std::string& node,
                       const v1::UpdateProgress& report);
@@ -246,20 +349,15 @@ class CoordinatorCore {
                       const v1::UpdatePrepared& report);
   void UpdateVerified(const std::string& node,
                       const v1::UpdateVerified& report);
-  // Null when another update runs, or none; or one of an earlier term, which
-  // has no more to do with nodes and ranks.
+  // Null when it does not run; or is of an earlier term, which has no more to
+  // do with nodes and ranks.
   UpdateRun* Running(const std::string& model, const std::string& update_id);
   v1::Version* FindRecord(ModelRun* model, const std::string& update_id);
   void EndPhase(UpdateRun* update, const std::string& next);
 
   // ---- core_replica.cc ----
   void Step(ReplicaRun* replica, const ReplicaEvent& event);
-  // What has to be done with a replica that is complete: nothing, a late join,
-  // a repair, a fence.
-  void Settle(ReplicaRun* replica);
-  void SettleAll(ModelRun* model);
-  bool CanInstall(const ReplicaRun& replica, const CommittedUpdate& update);
-  void DropInstall(ReplicaRun* replica);
+  bool MayRefuse(const ReplicaRun& replica, const ReplicaEntry& entry) const;
   void SendApply(ReplicaRun* replica, const ReplicaAction& action);
   void ReplicaPaused(const v1::ReplicaPausedReport& report);
   void WorkerApplied(const v1::WorkerAppliedReport& report);
@@ -271,9 +369,80 @@ class CoordinatorCore {
   v1::ReplicaTimes* Times(ReplicaRun* replica, UpdateKey update);
   void ShowTimes(ReplicaRun* replica);
   // What is known of an update by name; zeros for one that was forgotten.
-  CommittedUpdate Describe(const std::string& model, UpdateKey update);
+  CommittedUpdate Describe(const std::string& model, UpdateKey update) const;
   std::string CommandId(int64_t number) const;
   int64_t CommandNumber(const std::string& command_id) const;
+
+  // ---- core_install.cc ----
+  // What has to be done with a replica that is complete: nothing, a late join,
+  // a repair, a rollback, a fence.
+  void Settle(ReplicaRun* replica);
+  void SettleAll(ModelRun* model);
+  void FenceMix(ReplicaRun* replica);
+  void StartInstall(ReplicaRun* replica, const CommittedUpdate& update);
+  void HoldForInstall(ReplicaRun* replica);
+  // Buckets of the update that the replica's workers need and the stores of
+  // their nodes lack, by node; false: it does not fit the update's layout.
+  bool Missing(const ReplicaRun& replica, const CommittedUpdate& update,
+               std::map<std::string, std::set<uint32_t>>* missing);
+  bool HasBucket(const NodeRun& node, const CommittedUpdate& update,
+                 uint32_t bucket) const;
+  // The nearest node that can send it to `target`; null: none can.
+  const NodeRun* HolderOf(const CommittedUpdate& update, uint32_t bucket,
+                          const std::string& target) const;
+  bool AnyHolder(const CommittedUpdate& update) const;
+  bool Drained(const ReplicaRun& replica) const;
+  void DropInstall(ReplicaRun* replica);
+  void InstallFailed(ReplicaRun* replica, const Fault& fault);
+  void MarkLost(ModelRun* model, const std::string& update_id);
+  void TryFetch(ModelRun* model);
+  void SendFetchPrepare(ModelRun* model, const std::string& node);
+  // A report about what the model fetches; false: about something else.
+  bool FetchPrepared(ModelRun* model, const std::string& node,
+                     const v1::UpdatePrepared& report);
+  bool FetchVerified(ModelRun* model, const std::string& node,
+                     const v1::UpdateVerified& report);
+  bool FetchProgress(ModelRun* model, const std::string& node,
+                     const v1::UpdateProgress& report);
+  // `node` has no more part in the fetch; a holder ends it.
+  void FetchFailed(ModelRun* model, const std::string& node,
+                   const Fault& fault);
+  void MoveFetch(ModelRun* model);
+  void EndFetch(ModelRun* model);
+  void TickFetch(ModelRun* model);
+  void Pin(ModelRun* model, const std::string& node,
+           const std::string& update_id, bool pin);
+  // Lets go of what nobody installs any more.
+  void Unpin(ModelRun* model);
+
+  // ---- core_admin.cc ----
+  // Each answers, or leaves `wait` to be answered by CheckWaits.
+  void PauseByHand(AdminWait wait, const v1::PauseReplicaRequest& call);
+  void ResumeByHand(AdminWait wait, const v1::ResumeReplicaRequest& call);
+  void Rollback(AdminWait wait, const v1::RollbackModelRequest& call);
+  void Release(AdminWait wait, const v1::ReleaseModelRequest& call);
+  void Drain(AdminWait wait, const v1::DrainNodeRequest& call);
+  void DeleteVersion(AdminWait wait, const v1::DeleteVersionRequest& call);
+  void DeleteReplica(AdminWait wait, const v1::DeleteReplicaRequest& call);
+  void Adopt(AdminWait wait, const v1::AdoptClusterRequest& call);
+  // What a node of an adopted cluster says is known from now on.
+  void LearnFrom(const v1::HeldUpdate& held);
+  void LearnFloor(const std::string& model, const std::string& update_id,
+                  int64_t version);
+  void LearnInstalled(const std::string& model,
+                      const v1::InstalledState& installed);
+  void CheckWaits();
+  absl::Duration Patience(bool given, const google::protobuf::Duration& said,
+                          absl::Duration most) const;
+  void Answer(const AdminWait& wait, absl::StatusOr<AdminResponse> response);
+  // Who is not where a rollback or release wants all; empty: nobody.
+  std::vector<std::string> NotThere(ModelRun* model);
+
+  // ---- core_verify.cc ----
+  void Verify(AdminWait wait, const v1::VerifyReplicaRequest& call);
+  void WorkerDigests(const v1::WorkerDigests& report);
+  // True when it was answered.
+  bool FinishVerify(AdminWait* wait);
 
   // ---- core_prepare.cc ----
   void DryPrepared(ModelRun* model, const std::string& node,
@@ -297,7 +466,9 @@ class CoordinatorCore {
   void Recover(const std::string& name, const JournalModel& journal);
 
   UpdateKey KeyOf(const std::string& update_id);
-  const std::string& IdOf(UpdateKey key) const { return ids_[key]; }
+  // 0 for one that has no key.
+  UpdateKey FindKey(const std::string& update_id) const;
+  const std::string& IdOf(UpdateKey key) const;
 
   const CoordinatorOptions options_;
   const ReplicaTimeouts replica_timeouts_;
@@ -306,6 +477,13 @@ class CoordinatorCore {
   int64_t term_ = 0;
   bool fresh_ = false;  // the journal was empty
   std::string lost_evidence_;
+  // While that is set: the clusters whose nodes came, and the newest term that
+  // they, or our own, have seen.
+  std::set<std::string> seen_clusters_;
+  int64_t seen_term_ = 0;
+  // Until then nodes of an adopted cluster say what there is, and nothing is
+  // opened.
+  absl::Time adopting_until_ = absl::InfinitePast();
   absl::Time start_time_;
 
   absl::Time now_;
@@ -327,9 +505,14 @@ class CoordinatorCore {
   // gone before the last replica that serves it.
   std::map<UpdateKey, int64_t> told_versions_;
   std::set<std::string> journalled_layouts_;
-  // Update ids by key; [0] is "".
-  std::vector<std::string> ids_;
+  // Update ids by key; 0 is "". Those that nothing names any more are trimmed.
+  std::map<UpdateKey, std::string> ids_;
   std::map<std::string, UpdateKey> keys_;
+  UpdateKey next_key_ = 1;
+  std::vector<AdminWait> waits_;
+  // (from, to) that a fetch failed over: other holders are tried first.
+  std::set<std::pair<std::string, std::string>> failed_edges_;
+  int64_t next_verify_ = 1;
 };
 
 }  // namespace daemon

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
+#include "glog/logging.h"
 
 namespace weightsync {
 namespace daemon {
@@ -51,14 +52,15 @@ void CoordinatorCore::LoseRank(const std::string& model, int32_t rank,
   if (!registry_.RemoveRank(model, rank, session)) return;
   ModelRun* run = Model(model);
   run->book.RankGone(rank);
-  if (run->running == nullptr) return;
-  auto it = run->running->rank_index.find(rank);
-  if (it == run->running->rank_index.end()) return;
-  UpdateEvent event;
-  event.kind = UpdateEvent::kRankLost;
-  event.rank = it->second;
-  event.fault = fault;
-  Post(model, event);
+  for (const auto& update : run->updates) {
+    auto it = update->rank_index.find(rank);
+    if (it == update->rank_index.end()) continue;
+    UpdateEvent event;
+    event.kind = UpdateEvent::kRankLost;
+    event.rank = it->second;
+    event.fault = fault;
+    Post(*update, event);
+  }
 }
 
 // ---- Replicas and workers ----
@@ -79,13 +81,37 @@ ReplicaRun* CoordinatorCore::EnterReplica(const std::string& model,
   run.incarnation = incarnation;
   run.machine.name = absl::StrCat(model, "/replicas/", replica);
   run.machine.workers.resize(worker_count);
+  if (Model(model)->held_replicas.count(replica) != 0) {
+    const Holder holder{Holder::kOperator, 0};
+    if (!run.machine.HeldBy(holder)) run.machine.holders.push_back(holder);
+  }
   return &run;
 }
 
+namespace {
+
+Fault NodeDraining(const std::string& node, const std::string& replica) {
+  return Fault(StatusCode::kFailedPrecondition, "NODE_DRAINING",
+               absl::StrCat("node ", node, " is drained and takes no new ",
+                            "replicas: start ", replica,
+                            " on another, or take the drain back"));
+}
+
+}  // namespace
+
 void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
-                                    const v1::RegisterReplica& registration) {
+                                    const v1::ReplicaJoined& joined) {
+  const v1::RegisterReplica& registration = joined.registration();
   bool is_new = false;
-  const Fault fault = registry_.JoinReplica(node->name, registration, &is_new);
+  Fault fault;
+  const ReplicaRun* known = FindReplica(
+      registration.model(), registration.replica(), registration.incarnation());
+  // Before HelloDone it names those that it has had all along.
+  if (node->draining && node->ready && known == nullptr) {
+    fault = NodeDraining(node->name, registration.replica());
+  } else {
+    fault = registry_.JoinReplica(node->name, registration, &is_new);
+  }
   ReplyTo(node->stream, correlation, fault);
   if (!fault.ok()) return;
   node->said.insert(absl::StrCat("replica/", registration.model(), "/",
@@ -93,16 +119,40 @@ void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
   ReplicaRun* run = EnterReplica(
       registration.model(), registration.replica(), registration.incarnation(),
       static_cast<size_t>(registration.worker_count()), is_new);
+  for (const std::string& command : joined.refused_command_ids()) {
+    // The offer is over, not what was offered: it is asked to pause anew.
+    LOG(WARNING) << run->machine.name << " gave up pause " << command
+                 << " while its node was cut off, and serves what it had";
+    UpdateEvent unpaused;
+    unpaused.kind = UpdateEvent::kReplicaUnpaused;
+    if (!registration.paused()) PostReplica(*run, unpaused);
+  }
+  if (joined.isolation_hold()) {
+    const Holder holder{Holder::kIsolation, 0};
+    if (!run->machine.HeldBy(holder)) run->machine.holders.push_back(holder);
+  }
   ReplicaEvent event;
   event.kind = ReplicaEvent::kControlJoined;
   event.paused = registration.paused();
   Step(run, event);
+  // It was complete all along: its node alone was away.
+  if (run->machine.Complete()) Settle(run);
 }
 
 void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
-                                   const v1::RegisterWorker& registration) {
+                                   const v1::WorkerJoined& joined) {
+  const v1::RegisterWorker& registration = joined.registration();
   bool is_new = false;
-  const Fault fault = registry_.JoinWorker(node->name, registration, &is_new);
+  Fault fault;
+  const ReplicaRun* known = FindReplica(
+      registration.model(), registration.replica(), registration.incarnation());
+  // Before HelloDone it names those that it has had all along.
+  if (node->draining && node->ready && known == nullptr) {
+    fault = NodeDraining(node->name, registration.replica());
+  } else {
+    fault =
+        registry_.JoinWorker(node->name, registration, joined.ready(), &is_new);
+  }
   v1::Reply* reply = ReplyTo(node->stream, correlation, fault);
   if (!fault.ok()) return;
   const ReplicaEntry* entry =
@@ -117,11 +167,16 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
   ReplicaRun* run =
       EnterReplica(registration.model(), registration.replica(),
                    registration.incarnation(), entry->workers.size(), is_new);
+  // Until its room is there the replica is not complete: nobody pauses it, and
+  // no update counts on it.
+  if (!joined.ready()) return;
+  LearnInstalled(registration.model(), registration.installed());
   ReplicaEvent event;
   event.kind = ReplicaEvent::kWorkerJoined;
   event.worker = index;
   event.content = ContentOf(registration.installed());
   Step(run, event);
+  if (run->machine.Complete()) Settle(run);
 }
 
 void CoordinatorCore::LoseControl(const std::string& model,

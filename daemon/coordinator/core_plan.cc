@@ -23,7 +23,7 @@ v1::DefineLayout CoordinatorCore::LayoutInputNow(
     const ReplicaEntry* replica =
         registry_.FindReplica(model.name, entry.first);
     if (replica != nullptr && replica->Complete() &&
-        entry.second.machine.Complete()) {
+        entry.second.machine.Complete() && !Drained(entry.second)) {
       replicas->insert(entry.first);
     }
   }

@@ -60,7 +60,7 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
   response.set_bucket_count(
       static_cast<int32_t>(known.layout.plan.bucket_count()));
   response.set_wire_bytes(WireBytes(known, *flows));
-  if (model->running != nullptr) {
+  if (!model->updates.empty()) {
     // An update prepares for itself, and leaves what the next one needs.
     actions_.push_back(PrepareDone{request, {}, response});
     return Take();

@@ -1,7 +1,7 @@
 // Publishes: calls of ranks, and the opening of an update.
 
-#include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
+#include <google/protobuf/text_format.h>
+
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
 #include "proto/plan.h"
@@ -16,55 +16,60 @@ namespace {
 
 constexpr size_t kMaxRequestId = 128;
 
-Fault Unimplemented(const char* reason, const std::string& what) {
-  return Fault(StatusCode::kUnimplemented, reason,
-               absl::StrCat(what, " does not work yet"));
-}
-
 Fault CheckOptions(const v1::UpdateOptions& options) {
-  if (options.update_mode() > v1::UPDATE_MODE_STAGE) {
-    return Unimplemented("UPDATE_MODE_UNIMPLEMENTED",
-                         v1::UpdateMode_Name(options.update_mode()));
-  }
-  if (options.publish_mode() > v1::PUBLISH_MODE_SNAPSHOT) {
-    return Unimplemented("PUBLISH_MODE_UNIMPLEMENTED",
-                         v1::PublishMode_Name(options.publish_mode()));
-  }
-  if (options.pause_mode() != v1::PAUSE_MODE_UNSPECIFIED &&
-      options.pause_mode() != v1::PAUSE_MODE_DRAIN) {
-    return Unimplemented("PAUSE_MODE_UNIMPLEMENTED",
-                         v1::PauseMode_Name(options.pause_mode()));
-  }
   if (options.commit_policy().has_rolling()) {
-    return Unimplemented("COMMIT_POLICY_UNIMPLEMENTED", "rolling");
+    if (options.commit_policy().rolling().max_unavailable() < 1) {
+      return Fault(StatusCode::kInvalidArgument, "MAX_UNAVAILABLE_INVALID",
+                   "a rolling commit needs max_unavailable of at least 1");
+    }
+    if (options.update_mode() == v1::UPDATE_MODE_STREAM) {
+      return Fault(StatusCode::kUnimplemented, "COMMIT_POLICY_UNIMPLEMENTED",
+                   "STREAM writes into all replicas at once: it has no rolling "
+                   "commit; use LOCKSTEP, or STAGE");
+    }
   }
-  if (options.allow_no_recovery()) {
-    return Unimplemented("OPTION_UNIMPLEMENTED", "allow_no_recovery");
-  }
-  if (options.verify_source()) {
-    return Unimplemented("OPTION_UNIMPLEMENTED", "verify_source");
+  if (options.pause_mode() == v1::PAUSE_MODE_NONE &&
+      options.update_mode() == v1::UPDATE_MODE_STREAM) {
+    return Fault(StatusCode::kUnimplemented, "PAUSE_MODE_UNIMPLEMENTED",
+                 "STREAM writes into live memory: it has no PAUSE_MODE_NONE");
   }
   return Fault();
 }
 
-// Equal for options that mean the same.
-std::string OptionsKey(const v1::UpdateOptions& options) {
-  const bool evict = options.commit_policy().lockstep().on_straggler() ==
-                     v1::LockstepPolicy::ON_STRAGGLER_EVICT;
-  return absl::StrCat(
-      evict ? "evict" : "abort", ":",
-      PolicyToProto(PolicyFromProto(options.transfer_policy())));
+// With the defaults said.
+v1::UpdateOptions Resolved(const v1::UpdateOptions& options) {
+  v1::UpdateOptions resolved = options;
+  if (options.publish_mode() == v1::PUBLISH_MODE_UNSPECIFIED) {
+    resolved.set_publish_mode(v1::PUBLISH_MODE_SNAPSHOT);
+  }
+  if (options.update_mode() == v1::UPDATE_MODE_UNSPECIFIED) {
+    resolved.set_update_mode(v1::UPDATE_MODE_STAGE);
+  }
+  if (options.pause_mode() == v1::PAUSE_MODE_UNSPECIFIED) {
+    resolved.set_pause_mode(v1::PAUSE_MODE_DRAIN);
+  }
+  if (options.delivery_policy() == v1::DELIVERY_POLICY_UNSPECIFIED) {
+    resolved.set_delivery_policy(v1::DELIVERY_POLICY_QUEUE);
+  }
+  if (options.transfer_policy() == v1::TRANSFER_POLICY_UNSPECIFIED) {
+    resolved.set_transfer_policy(v1::TRANSFER_POLICY_AUTO);
+  }
+  if (!options.commit_policy().has_rolling() &&
+      options.commit_policy().lockstep().on_straggler() ==
+          v1::LockstepPolicy::ON_STRAGGLER_UNSPECIFIED) {
+    resolved.mutable_commit_policy()->mutable_lockstep()->set_on_straggler(
+        v1::LockstepPolicy::ON_STRAGGLER_ABORT);
+  }
+  return resolved;
 }
 
-v1::TransferPolicy PolicyOfKey(const std::string& key) {
-  int number = 0;
-  const size_t colon = key.find(':');
-  if (colon == std::string::npos ||
-      !absl::SimpleAtoi(key.substr(colon + 1), &number) ||
-      !v1::TransferPolicy_IsValid(number)) {
-    return v1::TRANSFER_POLICY_AUTO;
-  }
-  return static_cast<v1::TransferPolicy>(number);
+// Equal for options that mean the same; can be read back, and by people.
+std::string OptionsKey(const v1::UpdateOptions& options) {
+  google::protobuf::TextFormat::Printer printer;
+  printer.SetSingleLineMode(true);
+  std::string text;
+  printer.PrintToString(Resolved(options), &text);
+  return text;
 }
 
 void SetIndex(v1::Reply* reply, int64_t publish_index) {
@@ -75,17 +80,25 @@ void SetIndex(v1::Reply* reply, int64_t publish_index) {
 
 }  // namespace
 
+void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config) {
+  config->stream = options.update_mode() == v1::UPDATE_MODE_STREAM;
+  config->in_place = options.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
+  config->latest = options.delivery_policy() == v1::DELIVERY_POLICY_LATEST;
+  config->max_unavailable =
+      options.commit_policy().has_rolling()
+          ? options.commit_policy().rolling().max_unavailable()
+          : 0;
+  config->evict_stragglers =
+      options.commit_policy().lockstep().on_straggler() ==
+      v1::LockstepPolicy::ON_STRAGGLER_EVICT;
+}
+
 void CoordinatorCore::PublishArrived(NodeRun* node, int64_t correlation,
                                      const v1::PublishArrived& arrived) {
   const auto refuse = [&](const Fault& fault) {
     ReplyTo(node->stream, correlation, fault);
   };
-  if (!lost_evidence_.empty()) {
-    return refuse(Fault(StatusCode::kFailedPrecondition, "JOURNAL_LOST",
-                        absl::StrCat(lost_evidence_,
-                                     "; nothing is accepted until the journal "
-                                     "is brought back")));
-  }
+  if (!lost_evidence_.empty()) return refuse(LostFault());
   const ModelEntry* entry = registry_.FindModel(arrived.model());
   const RankEntry* rank = nullptr;
   if (entry != nullptr) {
@@ -136,13 +149,31 @@ void CoordinatorCore::PublishArrived(NodeRun* node, int64_t correlation,
       SetIndex(ReplyTo(node->stream, correlation, decision.fault),
                decision.publish_index);
       return;
-    case PublishBook::Decision::kJoin:
-      JoinUpdate(model->running.get(), call);
+    case PublishBook::Decision::kJoin: {
+      UpdateRun* update = model->FindUpdate(decision.update_id);
+      if (update != nullptr) JoinUpdate(update, call);
       return;
+    }
+    case PublishBook::Decision::kDisagree:
+      return Disagree(model, decision);
     case PublishBook::Decision::kWait:
       TryOpen(model);
       return;
   }
+}
+
+void CoordinatorCore::Disagree(ModelRun* model,
+                               const PublishBook::Decision& decision) {
+  for (const PublishCall& told : decision.told) {
+    SetIndex(ReplyTo(told.stream, told.correlation, decision.fault),
+             decision.publish_index);
+  }
+  const UpdateRun* update = model->FindUpdate(decision.update_id);
+  if (update == nullptr) return;
+  UpdateEvent cancel;
+  cancel.kind = UpdateEvent::kCancel;
+  cancel.fault = decision.fault;
+  Post(*update, std::move(cancel));
 }
 
 bool CoordinatorCore::AnswerRepeated(NodeRun* node, int64_t correlation,
@@ -166,7 +197,10 @@ bool CoordinatorCore::AnswerRepeated(NodeRun* node, int64_t correlation,
     SendOpened(running, node->name, node->stream, correlation);
     return true;
   }
-  if (!request.copied) {
+  // A commit says that the rank may go on, also where it could not be told.
+  const bool committed =
+      Model(arrived.model())->FindCommit(request.opened.update_id()) != nullptr;
+  if (!request.copied && !committed) {
     Fault fault = FromProto(request.failure);
     if (fault.ok()) {
       fault.reason = "UPDATE_ABORTED";
@@ -213,7 +247,7 @@ void CoordinatorCore::JoinUpdate(UpdateRun* update, const PublishCall& call) {
   UpdateEvent event;
   event.kind = UpdateEvent::kRankArrived;
   event.rank = index;
-  Post(update->model, event);
+  Post(*update, event);
 }
 
 void CoordinatorCore::SendOpened(UpdateRun* update, const std::string& node,
@@ -225,7 +259,7 @@ void CoordinatorCore::SendOpened(UpdateRun* update, const std::string& node,
   opened->set_update_id(update->update_id);
   opened->set_version(update->record.version());
   opened->set_layout_id(update->layout->id());
-  opened->set_publish_index(models_.at(update->model).book.open()->index);
+  opened->set_publish_index(update->publish_index);
 }
 
 void CoordinatorCore::SendLayout(const KnownLayout& layout,
@@ -250,16 +284,75 @@ absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
   return model->layout;
 }
 
+Fault CoordinatorCore::CheckPossible(ModelRun* model,
+                                     const v1::UpdateOptions& options,
+                                     const std::set<std::string>& replicas) {
+  if (options.pause_mode() == v1::PAUSE_MODE_NONE) {
+    for (const std::string& name : replicas) {
+      const ReplicaEntry* entry = registry_.FindReplica(model->name, name);
+      if (entry->registration.atomic_swap()) continue;
+      return Fault(StatusCode::kFailedPrecondition, "ATOMIC_SWAP_REQUIRED",
+                   absl::StrCat(model->name, "/replicas/", name,
+                                " does not declare atomic_swap, so it must "
+                                "pause; publish with another pause_mode"));
+    }
+  }
+  if (options.update_mode() != v1::UPDATE_MODE_STREAM ||
+      options.allow_no_recovery() ||
+      options.publish_mode() != v1::PUBLISH_MODE_IN_PLACE) {
+    return Fault();
+  }
+  // The sender's own copy may vanish in the middle: then the old one must be
+  // there for everybody whose memory is a mix by then.
+  const CommittedUpdate* old = model->Wanted();
+  std::string lacking;
+  for (const std::string& name : replicas) {
+    std::map<std::string, std::set<uint32_t>> missing;
+    bool covered =
+        old != nullptr && Missing(model->replicas.at(name), *old, &missing);
+    for (const auto& node : missing) {
+      for (const uint32_t bucket : node.second) {
+        covered = covered && HolderOf(*old, bucket, node.first) != nullptr;
+      }
+    }
+    if (!covered) lacking = name;
+  }
+  if (lacking.empty()) return Fault();
+  return Fault(
+      StatusCode::kFailedPrecondition, "NO_RECOVERY_SOURCE",
+      absl::StrCat("no whole copy, old or new, would outlive the trainer for ",
+                   model->name, "/replicas/", lacking,
+                   " if STREAM broke off: publish with SNAPSHOT, or say "
+                   "allow_no_recovery"));
+}
+
 void CoordinatorCore::TryOpen(ModelRun* model) {
-  if (model->book.pending() == nullptr || model->running != nullptr) return;
+  if (model->book.pending() == nullptr || model->updates.size() > 1 ||
+      now_ < adopting_until_) {
+    return;
+  }
+  // Behind one that still gathers nothing is opened: its ranks would be copied
+  // out of order.
+  if (!model->updates.empty() &&
+      model->updates[0]->machine.phase == UpdatePhase::kGathering) {
+    return;
+  }
   const ModelEntry* entry = registry_.FindModel(model->name);
   if (entry == nullptr || !entry->Publishable()) return;
   std::set<std::string> replicas;
   auto layout = LayoutOfNow(model, &replicas);
+  Fault impossible;
+  v1::UpdateOptions options;
   if (!layout.ok()) {
-    Fault fault(layout.status().code(), ErrorReason(layout.status()),
-                std::string(layout.status().message()));
-    absl::optional<Publish> failed = model->book.Expire(now_, fault, true);
+    impossible = Fault(layout.status().code(), ErrorReason(layout.status()),
+                       std::string(layout.status().message()));
+  } else {
+    google::protobuf::TextFormat::ParseFromString(
+        model->book.pending()->options, &options);
+    impossible = CheckPossible(model, options, replicas);
+  }
+  if (!impossible.ok()) {
+    absl::optional<Publish> failed = model->book.Expire(now_, impossible, true);
     FailPublish(*failed);
     return;
   }
@@ -277,21 +370,8 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   update->group_secret = options_.random_id();
   update->begin = now_;
   const Publish publish = model->book.Open(update->update_id);
-  if (absl::StartsWith(publish.options, "evict")) {
-    update->config.evict_stragglers = true;
-    update->options.mutable_commit_policy()
-        ->mutable_lockstep()
-        ->set_on_straggler(v1::LockstepPolicy::ON_STRAGGLER_EVICT);
-  }
-  update->options.set_transfer_policy(PolicyOfKey(publish.options));
-  update->options.set_publish_mode(v1::PUBLISH_MODE_SNAPSHOT);
-  update->options.set_update_mode(v1::UPDATE_MODE_STAGE);
-  update->options.set_pause_mode(v1::PAUSE_MODE_DRAIN);
-  if (!update->config.evict_stragglers) {
-    update->options.mutable_commit_policy()
-        ->mutable_lockstep()
-        ->set_on_straggler(v1::LockstepPolicy::ON_STRAGGLER_ABORT);
-  }
+  update->publish_index = publish.index;
+  update->options = options;
 
   auto* opened = Write()->mutable_update_opened();
   opened->set_model(model->name);
@@ -307,10 +387,13 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   config.progress_timeout = options_.progress_timeout;
   config.recovery_timeout = options_.recovery_timeout;
   config.max_reconfigurations = options_.max_reconfigurations;
+  config.queue_timeout = options_.publish_timeout;
+  SetPolicies(options, &config);
 
   const KnownLayout& known = *update->layout;
   UpdateState& machine = update->machine;
   machine.epoch = model->epoch;
+  machine.blocked = !model->updates.empty();
   for (size_t i = 0; i < known.labels.size(); ++i) {
     UpdateNode node;
     node.name = known.labels[i].name;
@@ -345,6 +428,8 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     machine.ranks.push_back(out);
     record.add_ranks()->set_rank(rank.first);
   }
+  // What a rollback holds back is kept in the stores, and installed on nobody.
+  if (!model->held_update_id.empty()) replicas.clear();
   for (const std::string& name : replicas) {
     UpdateReplica out;
     out.name = model->replicas.at(name).machine.name;
@@ -358,15 +443,15 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   for (size_t i = 0; i < machine.nodes.size(); ++i) {
     if (machine.nodes[i].In()) SendLayout(known, machine.nodes[i].name);
   }
-  model->running = std::move(update);
+  model->updates.push_back(std::move(update));
   for (const PublishCall& call : publish.waiting) {
-    JoinUpdate(model->running.get(), call);
+    JoinUpdate(model->updates.back().get(), call);
   }
   if (!plan_fault.ok()) {
     UpdateEvent cancel;
     cancel.kind = UpdateEvent::kCancel;
     cancel.fault = plan_fault;
-    Post(model->name, std::move(cancel));
+    Post(*model->updates.back(), std::move(cancel));
   }
 }
 
@@ -374,13 +459,14 @@ void CoordinatorCore::ExpirePublishes(ModelRun* model) {
   if (model->book.pending() == nullptr) return;
   const ModelEntry* entry = registry_.FindModel(model->name);
   Fault fault;
-  if (model->running != nullptr) {
+  if (now_ < adopting_until_) return;
+  if (!model->updates.empty()) {
+    const UpdateRun& oldest = *model->updates[0];
     fault = Fault(
         StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
-        absl::StrCat("version ", model->running->record.version(), " of ",
-                     model->name, " was still ",
-                     UpdatePhaseName(model->running->machine.phase), " after ",
-                     absl::FormatDuration(options_.publish_timeout),
+        absl::StrCat("version ", oldest.record.version(), " of ", model->name,
+                     " was still ", UpdatePhaseName(oldest.machine.phase),
+                     " after ", absl::FormatDuration(options_.publish_timeout),
                      "; publish again when it has ended"));
   } else {
     fault = entry->Unpublishable();

@@ -25,57 +25,102 @@ void CoordinatorCore::Recover(const std::string& name,
   };
 
   const auto& committed = journal.committed;
+  const auto commit_of = [&](const internal::v1::UpdateCommitted& record) {
+    CommittedUpdate commit;
+    commit.update_id = record.update_id();
+    commit.version = record.version();
+    commit.step = record.step();
+    commit.layout_id = record.layout_id();
+    commit.term = record.term();
+    commit.options = record.options();
+    commit.manifest.assign(record.manifest().begin(), record.manifest().end());
+    commit.tensors.assign(record.tensors().begin(), record.tensors().end());
+    auto layout = layouts_.find(record.layout_id());
+    if (layout != layouts_.end()) commit.layout = layout->second;
+    return commit;
+  };
+  for (const auto& older : journal.older) {
+    model->commits.push_back(commit_of(older));
+    v1::Version record =
+        record_of(older.update_id(), older.version(), older.step());
+    record.set_layout_id(older.layout_id());
+    *record.mutable_options() = older.options();
+    *record.mutable_commit_time() = older.time();
+    record.set_state(v1::Version::STATE_ACTIVE);
+    model->ended.push_back(std::move(record));
+  }
+  model->held_update_id = journal.held.update_id();
+  model->held_replicas = journal.held_replicas;
   v1::Version committed_record;
   if (!committed.update_id().empty()) {
-    model->committed = {committed.update_id(), committed.version(),
-                        committed.step(), committed.layout_id(),
-                        committed.term()};
+    model->commits.push_back(commit_of(committed));
+    model->commits.back().lost = journal.committed_lost;
     committed_record =
         record_of(committed.update_id(), committed.version(), committed.step());
     committed_record.set_layout_id(committed.layout_id());
+    *committed_record.mutable_options() = committed.options();
     *committed_record.mutable_commit_time() = committed.time();
-    auto layout = layouts_.find(committed.layout_id());
-    if (layout != layouts_.end()) {
-      committed_record.set_total_bytes(layout->second->total_bytes);
+    if (model->commits.back().layout != nullptr) {
+      const KnownLayout& layout = *model->commits.back().layout;
+      committed_record.set_total_bytes(layout.total_bytes);
       committed_record.set_bucket_count(
-          static_cast<int32_t>(layout->second->layout.plan.bucket_count()));
+          static_cast<int32_t>(layout.layout.plan.bucket_count()));
     }
     if (journal.committed_ended) {
-      committed_record.set_state(v1::Version::STATE_ACTIVE);
+      committed_record.set_state(journal.committed_lost
+                                     ? v1::Version::STATE_LOST
+                                     : v1::Version::STATE_ACTIVE);
       model->ended.push_back(committed_record);
     }
   }
 
-  Fault newest_fault;
+  // What was not decided is aborted: nobody can have been told otherwise.
   const auto& newest = journal.newest;
-  if (!newest.update_id().empty() &&
-      newest.update_id() != committed.update_id()) {
-    if (journal.newest_ended) {
-      newest_fault = FromProto(journal.newest_end.failure());
-    } else {
-      newest_fault = Fault(
-          StatusCode::kAborted, "COORDINATOR_RESTARTED",
-          absl::StrCat("version ", newest.version(), " of ", name,
-                       " was not committed when coordinator ",
-                       options_.coordinator_node, " ended; publish it again"));
-      auto* ended = Write()->mutable_update_ended();
-      ended->set_model(name);
-      ended->set_update_id(newest.update_id());
-      ended->set_version(newest.version());
-      *ended->mutable_failure() = ToProto(newest_fault);
-      *ended->mutable_time() = ToProto(now_);
-      for (auto& entry : journal_.requests) {
-        if (entry.second.opened.update_id() == newest.update_id()) {
-          entry.second.failure = ended->failure();
-        }
+  Fault newest_fault;
+  const auto aborted = [&](const internal::v1::UpdateOpened& opened,
+                           const v1::Failure& failure, bool superseded) {
+    v1::Version record =
+        record_of(opened.update_id(), opened.version(), opened.step());
+    record.set_state(superseded ? v1::Version::STATE_SUPERSEDED
+                                : v1::Version::STATE_ABORTED);
+    *record.mutable_failure() = failure;
+    *record.mutable_create_time() = opened.time();
+    model->ended.push_back(std::move(record));
+    if (opened.update_id() == newest.update_id()) {
+      newest_fault = FromProto(failure);
+    }
+  };
+  for (const auto& opened : journal.unended) {
+    if (opened.update_id() == committed.update_id()) continue;
+    std::string streamed;
+    if (journal.stream_begun.update_id() == opened.update_id()) {
+      streamed =
+          "; it was being written into live memory, and workers that "
+          "hold a mix are mended from the update before it";
+    }
+    const Fault fault(StatusCode::kAborted, "COORDINATOR_RESTARTED",
+                      absl::StrCat("version ", opened.version(), " of ", name,
+                                   " was not committed when coordinator ",
+                                   options_.coordinator_node,
+                                   " ended; publish it again", streamed));
+    auto* ended = Write()->mutable_update_ended();
+    ended->set_model(name);
+    ended->set_update_id(opened.update_id());
+    ended->set_version(opened.version());
+    *ended->mutable_failure() = ToProto(fault);
+    *ended->mutable_time() = ToProto(now_);
+    const v1::Failure failure = ended->failure();
+    for (auto& entry : journal_.requests) {
+      if (entry.second.opened.update_id() == opened.update_id()) {
+        entry.second.failure = failure;
       }
     }
-    v1::Version record =
-        record_of(newest.update_id(), newest.version(), newest.step());
-    record.set_state(v1::Version::STATE_ABORTED);
-    *record.mutable_failure() = ToProto(newest_fault);
-    *record.mutable_create_time() = newest.time();
-    model->ended.push_back(record);
+    aborted(opened, failure, false);
+  }
+  if (!newest.update_id().empty() && journal.newest_ended &&
+      newest.update_id() != committed.update_id()) {
+    aborted(newest, journal.newest_end.failure(),
+            journal.newest_end.superseded());
   }
   model->book.Recover(journal.floor, journal.publish_index, newest.update_id(),
                       newest_fault);
@@ -95,8 +140,9 @@ void CoordinatorCore::Recover(const std::string& name,
   update->phase_begin = now_;
   update->begin = now_;
   update->config.recovery_timeout = options_.recovery_timeout;
-  auto layout = layouts_.find(committed.layout_id());
-  if (layout != layouts_.end()) update->layout = layout->second;
+  update->options = committed.options();
+  SetPolicies(update->options, &update->config);
+  update->layout = model->commits.back().layout;
   for (const auto& replica : committed.replicas()) {
     UpdateReplica out;
     out.name = absl::StrCat(name, "/replicas/", replica.replica());
@@ -105,8 +151,9 @@ void CoordinatorCore::Recover(const std::string& name,
     update->machine.replicas.push_back(std::move(out));
   }
   RecoverUpdate(update->config, now_, &update->machine);
-  model->running = std::move(update);
-  Post(name, UpdateEvent());  // nobody took part: it ends at once
+  model->updates.push_back(std::move(update));
+  // Nobody took part: it ends at once.
+  Post(*model->updates.back(), UpdateEvent());
 }
 
 }  // namespace daemon

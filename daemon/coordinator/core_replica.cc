@@ -1,5 +1,4 @@
-// Events for the replica machines, and what their actions mean; late joins and
-// repairs.
+// Events for the replica machines, and what their actions mean.
 
 #include <algorithm>
 
@@ -58,19 +57,27 @@ WorkerContent CoordinatorCore::ContentOf(const v1::InstalledState& installed) {
 }
 
 CommittedUpdate CoordinatorCore::Describe(const std::string& name,
-                                          UpdateKey update) {
-  ModelRun* model = Model(name);
-  const std::string& update_id = IdOf(update);
-  if (model->committed.update_id == update_id) return model->committed;
+                                          UpdateKey update) const {
   CommittedUpdate described;
-  described.update_id = update_id;
-  const v1::Version* record = FindRecord(model, update_id);
-  if (record != nullptr && update != 0) {
+  described.update_id = IdOf(update);
+  auto it = models_.find(name);
+  if (update == 0 || it == models_.end()) return described;
+  const ModelRun& model = it->second;
+  const CommittedUpdate* commit = model.FindCommit(described.update_id);
+  if (commit != nullptr) return *commit;
+  const UpdateRun* running = model.FindUpdate(described.update_id);
+  const v1::Version* record = running == nullptr ? nullptr : &running->record;
+  for (const v1::Version& ended : model.ended) {
+    if (ended.update_id() == described.update_id) record = &ended;
+  }
+  const auto told = told_versions_.find(update);
+  if (record != nullptr) {
     described.version = record->version();
     described.step = record->step();
     described.layout_id = record->layout_id();
-  } else if (auto told = told_versions_.find(update);
-             told != told_versions_.end()) {
+    // This term vouches for what an earlier one committed.
+    if (record->has_commit_time()) described.term = term_;
+  } else if (told != told_versions_.end()) {
     // Older than what is kept: its number is the worker's own word.
     described.version = told->second;
   }
@@ -91,6 +98,7 @@ void CoordinatorCore::ReplicaPaused(const v1::ReplicaPausedReport& report) {
     event.fault.message = absl::StrCat(replica->machine.name,
                                        " cannot pause: ", event.fault.message);
   }
+  replica->pause_detail = report.detail();
   Step(replica, event);
 }
 
@@ -118,6 +126,17 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
     return;
   }
   ReplicaEvent event;
+  if (report.command_id().empty() && report.has_installed() &&
+      !IsFailure(report.failure())) {
+    // Unasked: after a STREAM that broke off, or an engine that dropped its
+    // weights.
+    event.kind = ReplicaEvent::kContent;
+    event.worker = worker;
+    event.content = ContentOf(report.installed());
+    Step(replica, event);
+    Settle(replica);
+    return;
+  }
   event.kind = ReplicaEvent::kApplied;
   event.worker = worker;
   event.command = CommandNumber(report.command_id());
@@ -145,6 +164,33 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
 
 // ---- What the machine wants ----
 
+namespace {
+
+// Whether the replica's node may give a pause up by itself: all workers are its
+// own, and none of them can have been written to.
+bool AllOnItsNode(const ReplicaEntry& entry) {
+  for (const WorkerEntry& worker : entry.workers) {
+    if (worker.node != entry.node) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool CoordinatorCore::MayRefuse(const ReplicaRun& replica,
+                                const ReplicaEntry& entry) const {
+  if (!AllOnItsNode(entry) || !replica.machine.Servable()) return false;
+  const auto model = models_.find(replica.model);
+  for (const Holder& holder : replica.machine.holders) {
+    // Only what waits for a barrier may be refused: an operator's word holds
+    // whether we are here or not.
+    if (holder.kind != Holder::kUpdate) return false;
+    const UpdateRun* update = model->second.FindUpdate(IdOf(holder.update));
+    if (update == nullptr || update->config.stream) return false;
+  }
+  return true;
+}
+
 void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
   const std::vector<ReplicaAction> actions =
       StepReplica(replica_timeouts_, event, now_, &replica->machine);
@@ -166,8 +212,11 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         pause->set_command_id(CommandId(action.command));
         pause->set_update_id(update.update_id);
         pause->set_version(update.version);
-        pause->set_mode(v1::PAUSE_MODE_DRAIN);
+        pause->set_mode(ToProto(action.pause));
         *pause->mutable_timeout() = ToProto(options_.pause_timeout);
+        out->set_may_refuse(MayRefuse(*replica, *entry));
+        *out->mutable_barrier_timeout() = ToProto(options_.barrier_timeout);
+        replica->pause_detail.clear();
         break;
       }
       case ReplicaAction::kSendResume: {
@@ -184,6 +233,7 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         resume->set_update_id(update.update_id);
         resume->set_version(update.version);
         resume->set_step(update.step);
+        resume->set_mode(ToProto(action.pause));
         resume->set_weights_changed(action.weights_changed);
         break;
       }
@@ -194,6 +244,8 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
       case ReplicaAction::kComplete: {
         replica->lost = false;
         replica->given_up = 0;
+        replica->fetch_failures = 0;
+        replica->not_before = absl::InfinitePast();
         const Fault fault =
             registry_.CheckReplica(replica->model, replica->name);
         if (!fault.ok()) {
@@ -218,17 +270,15 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         if (!replica->history.empty() &&
             !replica->history.back().has_resumed_time() &&
             !replica->history.back().has_paused_time()) {
-          *replica->history.back().mutable_paused_time() = ToProto(now_);
+          v1::ReplicaTimes& times = replica->history.back();
+          *times.mutable_paused_time() = ToProto(now_);
+          times.set_pause_mode(ToProto(replica->machine.pause));
+          times.set_pause_detail(replica->pause_detail);
           ShowTimes(replica);
         }
         news.kind = UpdateEvent::kReplicaPaused;
         PostReplica(*replica, std::move(news));
-        if (replica->installing != 0) {
-          ReplicaEvent install;
-          install.kind = ReplicaEvent::kInstall;
-          install.update = replica->installing;
-          Step(replica, install);
-        }
+        if (replica->installing != 0) Settle(replica);
         break;
       }
       case ReplicaAction::kPauseFailed:
@@ -241,7 +291,10 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         replica->last_failure.Clear();
         news.kind = UpdateEvent::kReplicaInstalled;
         PostReplica(*replica, std::move(news));
-        if (replica->installing == action.update) DropInstall(replica);
+        if (replica->installing == action.update) {
+          DropInstall(replica);
+          Settle(replica);
+        }
         break;
       case ReplicaAction::kApplyFailed:
         LOG(WARNING) << action.fault.message << "; it is tried again";
@@ -295,8 +348,7 @@ void CoordinatorCore::SendApply(ReplicaRun* replica,
       registry_.FindReplica(replica->model, replica->name);
   const std::string& node = entry->workers[action.worker].node;
   const CommittedUpdate update = Describe(replica->model, action.update);
-  auto layout = layouts_.find(update.layout_id);
-  if (layout != layouts_.end()) SendLayout(*layout->second, node);
+  if (update.layout != nullptr) SendLayout(*update.layout, node);
   v1::ApplyWorker* apply = SendTo(node)->mutable_apply_worker();
   apply->set_model(replica->model);
   apply->set_replica(replica->name);
@@ -311,112 +363,15 @@ void CoordinatorCore::SendApply(ReplicaRun* replica,
   *apply->mutable_timeout() = ToProto(options_.apply_timeout);
 }
 
-// ---- Late joins and repairs ----
-
-bool CoordinatorCore::CanInstall(const ReplicaRun& replica,
-                                 const CommittedUpdate& update) {
-  auto layout = layouts_.find(update.layout_id);
-  if (layout == layouts_.end()) return false;
-  const ReplicaEntry* entry =
-      registry_.FindReplica(replica.model, replica.name);
-  for (const WorkerEntry& worker : entry->workers) {
-    const NodeRun* node = ConnectedNode(worker.node);
-    if (node == nullptr || !node->Holds(update.update_id) ||
-        !HoldsFor(*layout->second, worker.node, worker.registration)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-void CoordinatorCore::Settle(ReplicaRun* replica) {
-  if (!replica->machine.Complete()) return;
-  ModelRun* model = Model(replica->model);
-  const CommittedUpdate& committed = model->committed;
-  const UpdateKey key = KeyOf(committed.update_id);
-  if (model->running != nullptr) {
-    const UpdateRun& running = *model->running;
-    auto index = running.replica_index.find(replica->name);
-    if (index != running.replica_index.end()) {
-      const UpdateReplica::Stage stage =
-          running.machine.replicas[index->second].stage;
-      if (stage == UpdateReplica::kAwaited) {
-        UpdateEvent back;
-        back.kind = UpdateEvent::kReplicaBack;
-        back.installed = replica->machine.InstalledEverywhere(key);
-        if (back.installed || CanInstall(*replica, committed)) {
-          PostReplica(*replica, std::move(back));
-          return;
-        }
-      } else if (stage != UpdateReplica::kLeft &&
-                 stage != UpdateReplica::kResumed) {
-        return;  // the update takes care of it
-      }
-    }
-  }
-  if (key != 0) {
-    if (replica->machine.InstalledEverywhere(key)) return;
-    if (replica->installing == key) return;
-    if (replica->given_up != key && CanInstall(*replica, committed)) {
-      DropInstall(replica);
-      replica->installing = key;
-      *Times(replica, key)->mutable_pause_request_time() = ToProto(now_);
-      ShowTimes(replica);
-      ReplicaEvent hold;
-      hold.kind = ReplicaEvent::kHold;
-      hold.holder = Holder{Holder::kInstall, key};
-      Step(replica, hold);
-      return;
-    }
-  }
-  if (replica->machine.Servable() || replica->installing != 0 ||
-      replica->machine.fenced) {
-    return;
-  }
-  ReplicaEvent fence;
-  fence.kind = ReplicaEvent::kFence;
-  for (size_t i = 0; i < replica->machine.workers.size(); ++i) {
-    const WorkerContent& content = replica->machine.workers[i].content;
-    const char* what = content.kind == Content::kNothing   ? "nothing"
-                       : content.kind == Content::kOwn     ? "its own weights"
-                       : content.kind == Content::kWriting ? "a mix"
-                                                           : "update ";
-    absl::StrAppend(&fence.fault.message, i == 0 ? "" : ", ", "worker ", i,
-                    " holds ", what,
-                    content.kind == Content::kInstalled ? IdOf(content.update)
-                                                        : std::string());
-  }
-  fence.fault.code = StatusCode::kFailedPrecondition;
-  fence.fault.reason = "WORKER_TAINTED";
-  fence.fault.message = absl::StrCat(
-      replica->machine.name, " cannot serve: ", fence.fault.message,
-      ", and no committed update is on its nodes; the next "
-      "publish mends it");
-  Step(replica, fence);
-}
-
-void CoordinatorCore::SettleAll(ModelRun* model) {
-  for (auto& entry : model->replicas) Settle(&entry.second);
-}
-
-void CoordinatorCore::DropInstall(ReplicaRun* replica) {
-  if (replica->installing == 0) return;
-  ReplicaEvent event;
-  event.holder = Holder{Holder::kInstall, replica->installing};
-  replica->installing = 0;
-  event.kind = ReplicaEvent::kForget;
-  Step(replica, event);
-  event.kind = ReplicaEvent::kRelease;
-  Step(replica, event);
-}
-
 // ---- Times ----
 
 v1::ReplicaTimes* CoordinatorCore::Times(ReplicaRun* replica,
                                          UpdateKey update) {
   const std::string& update_id = IdOf(update);
+  // The same update a second time (a repair) is another absence.
   if (!replica->history.empty() &&
-      replica->history.back().update_id() == update_id) {
+      replica->history.back().update_id() == update_id &&
+      !replica->history.back().has_resumed_time()) {
     return &replica->history.back();
   }
   v1::ReplicaTimes times;

@@ -13,6 +13,8 @@ using absl::StatusCode;
 
 namespace {
 
+constexpr char kSuperseded[] = "SUPERSEDED";
+
 // For the machine, of what a node reports.
 Fault OnNode(const v1::Failure& failure, const std::string& node) {
   Fault fault = FromProto(failure);
@@ -27,19 +29,15 @@ Fault OnNode(const v1::Failure& failure, const std::string& node) {
 UpdateRun* CoordinatorCore::Running(const std::string& model,
                                     const std::string& update_id) {
   auto it = models_.find(model);
-  if (it == models_.end() || it->second.running == nullptr ||
-      it->second.running->update_id != update_id ||
-      it->second.running->recovered) {
-    return nullptr;
-  }
-  return it->second.running.get();
+  if (it == models_.end()) return nullptr;
+  UpdateRun* update = it->second.FindUpdate(update_id);
+  return update == nullptr || update->recovered ? nullptr : update;
 }
 
 v1::Version* CoordinatorCore::FindRecord(ModelRun* model,
                                          const std::string& update_id) {
-  if (model->running != nullptr && model->running->update_id == update_id) {
-    return &model->running->record;
-  }
+  UpdateRun* update = model->FindUpdate(update_id);
+  if (update != nullptr) return &update->record;
   for (auto it = model->ended.rbegin(); it != model->ended.rend(); ++it) {
     if (it->update_id() == update_id) return &*it;
   }
@@ -48,46 +46,46 @@ v1::Version* CoordinatorCore::FindRecord(ModelRun* model,
 
 // ---- Events ----
 
-void CoordinatorCore::Post(const std::string& model, UpdateEvent event) {
-  const UpdateRun* running = Model(model)->running.get();
-  if (running == nullptr) return;
-  queue_.push_back({model, running->key, std::move(event)});
+void CoordinatorCore::Post(const UpdateRun& update, UpdateEvent event) {
+  queue_.push_back({update.model, update.key, std::move(event)});
 }
 
 void CoordinatorCore::PostNode(const std::string& node, UpdateEvent event) {
   for (const auto& entry : models_) {
-    const UpdateRun* running = entry.second.running.get();
-    if (running == nullptr || running->layout == nullptr) continue;
-    auto it = running->layout->node_index.find(node);
-    if (it == running->layout->node_index.end() ||
-        static_cast<size_t>(it->second) >= running->machine.nodes.size()) {
-      continue;
+    for (const auto& update : entry.second.updates) {
+      if (update->layout == nullptr) continue;
+      auto it = update->layout->node_index.find(node);
+      if (it == update->layout->node_index.end() ||
+          static_cast<size_t>(it->second) >= update->machine.nodes.size()) {
+        continue;
+      }
+      event.node = it->second;
+      Post(*update, event);
     }
-    event.node = it->second;
-    Post(entry.first, event);
   }
 }
 
 void CoordinatorCore::PostReplica(const ReplicaRun& replica,
                                   UpdateEvent event) {
   auto it = models_.find(replica.model);
-  if (it == models_.end() || it->second.running == nullptr) return;
-  auto index = it->second.running->replica_index.find(replica.name);
-  if (index == it->second.running->replica_index.end()) return;
-  event.replica = index->second;
-  Post(replica.model, std::move(event));
+  if (it == models_.end()) return;
+  for (const auto& update : it->second.updates) {
+    auto index = update->replica_index.find(replica.name);
+    if (index == update->replica_index.end()) continue;
+    event.replica = index->second;
+    Post(*update, event);
+  }
 }
 
-void CoordinatorCore::Drain() {
+void CoordinatorCore::DrainQueue() {
   while (!queue_.empty()) {
     const Posted next = std::move(queue_.front());
     queue_.pop_front();
     ModelRun* model = Model(next.model);
-    if (model->running == nullptr || model->running->key != next.update) {
-      continue;
-    }
-    UpdateRun& run = *model->running;
-    Carry(model, StepUpdate(run.config, next.event, now_, &run.machine));
+    UpdateRun* update = model->FindUpdate(IdOf(next.update));
+    if (update == nullptr) continue;
+    Carry(model, update,
+          StepUpdate(update->config, next.event, now_, &update->machine));
   }
 }
 
@@ -109,35 +107,51 @@ void CoordinatorCore::RankSnapshotted(const v1::RankSnapshotted& report) {
     for (const v1::BucketDigest& bucket : report.buckets()) {
       update->manifest.push_back(bucket);
     }
+    for (const v1::TensorDigest& tensor : report.tensors()) {
+      v1::Digest& sum = update->tensors[tensor.ordinal()];
+      sum.set_lane0(sum.lane0() + tensor.digest().lane0());
+      sum.set_lane1(sum.lane1() + tensor.digest().lane1());
+    }
     for (v1::RankProgress& progress : *update->record.mutable_ranks()) {
       if (progress.rank() != report.rank()) continue;
       *progress.mutable_snapshot_time() = ToProto(now_);
       *progress.mutable_copy_duration() = report.copy_duration();
       progress.set_copied_bytes(report.copied_bytes());
     }
-    bool journalled = false;
-    for (auto& entry : journal_.requests) {
-      JournalRequest& request = entry.second;
-      if (request.opened.update_id() != report.update_id() ||
-          request.opened.rank() != report.rank()) {
-        continue;
-      }
-      request.copied = true;
-      request.copied_bytes = report.copied_bytes();
-      request.copy_duration = FromProto(report.copy_duration());
-      journalled = true;
-    }
-    if (journalled) {
-      auto* copied = Write()->mutable_rank_copied();
-      copied->set_model(report.model());
-      copied->set_rank(report.rank());
-      copied->set_update_id(report.update_id());
-      copied->set_copied_bytes(report.copied_bytes());
-      *copied->mutable_copy_duration() = report.copy_duration();
-    }
+    // IN_PLACE: the rank is told when its bytes are elsewhere.
+    if (!update->config.in_place) RankMayChange(update, report.rank());
     Changed(update->record);
   }
-  Post(report.model(), std::move(event));
+  Post(*update, std::move(event));
+}
+
+void CoordinatorCore::RankMayChange(UpdateRun* update, int32_t rank) {
+  int64_t copied_bytes = 0;
+  google::protobuf::Duration copy_duration;
+  for (const v1::RankProgress& progress : update->record.ranks()) {
+    if (progress.rank() != rank) continue;
+    copied_bytes = progress.copied_bytes();
+    copy_duration = progress.copy_duration();
+  }
+  bool journalled = false;
+  for (auto& entry : journal_.requests) {
+    JournalRequest& request = entry.second;
+    if (request.opened.update_id() != update->update_id ||
+        request.opened.rank() != rank || request.copied) {
+      continue;
+    }
+    request.copied = true;
+    request.copied_bytes = copied_bytes;
+    request.copy_duration = FromProto(copy_duration);
+    journalled = true;
+  }
+  if (!journalled) return;
+  auto* copied = Write()->mutable_rank_copied();
+  copied->set_model(update->model);
+  copied->set_rank(rank);
+  copied->set_update_id(update->update_id);
+  copied->set_copied_bytes(copied_bytes);
+  *copied->mutable_copy_duration() = copy_duration;
 }
 
 void CoordinatorCore::UpdatePrepared(const std::string& node,
@@ -146,7 +160,9 @@ void CoordinatorCore::UpdatePrepared(const std::string& node,
   UpdateRun* update = Running(report.model(), report.update_id());
   if (update == nullptr) {
     auto it = models_.find(report.model());
-    if (it != models_.end()) DryPrepared(&it->second, node, report);
+    if (it != models_.end() && !FetchPrepared(&it->second, node, report)) {
+      DryPrepared(&it->second, node, report);
+    }
     return;
   }
   auto index = update->layout->node_index.find(node);
@@ -156,13 +172,17 @@ void CoordinatorCore::UpdatePrepared(const std::string& node,
   event.node = index->second;
   event.epoch = report.epoch().counter();
   event.fault = OnNode(report.failure(), node);
-  Post(report.model(), std::move(event));
+  Post(*update, std::move(event));
 }
 
 void CoordinatorCore::UpdateProgress(const std::string& node,
                                      const v1::UpdateProgress& report) {
   UpdateRun* update = Running(report.model(), report.update_id());
-  if (update == nullptr) return;
+  if (update == nullptr) {
+    auto it = models_.find(report.model());
+    if (it != models_.end()) FetchProgress(&it->second, node, report);
+    return;
+  }
   auto index = update->layout->node_index.find(node);
   if (index == update->layout->node_index.end()) return;
   int64_t moved = 0;
@@ -181,14 +201,18 @@ void CoordinatorCore::UpdateProgress(const std::string& node,
   event.kind = UpdateEvent::kNodeProgress;
   event.node = index->second;
   event.bytes = report.received_bytes();
-  Post(report.model(), std::move(event));
+  Post(*update, std::move(event));
 }
 
 void CoordinatorCore::UpdateVerified(const std::string& node,
                                      const v1::UpdateVerified& report) {
   if (report.epoch().term() != term_) return;
   UpdateRun* update = Running(report.model(), report.update_id());
-  if (update == nullptr) return;
+  if (update == nullptr) {
+    auto it = models_.find(report.model());
+    if (it != models_.end()) FetchVerified(&it->second, node, report);
+    return;
+  }
   const auto& indices = update->layout->node_index;
   auto index = indices.find(node);
   if (index == indices.end()) return;
@@ -225,14 +249,14 @@ void CoordinatorCore::UpdateVerified(const std::string& node,
     LOG(WARNING) << report.model() << " update " << report.update_id() << ": "
                  << event.fault.message;
   }
-  Post(report.model(), std::move(event));
+  Post(*update, std::move(event));
 }
 
 // ---- Actions ----
 
-void CoordinatorCore::Carry(ModelRun* model,
+void CoordinatorCore::Carry(ModelRun* model, UpdateRun* update,
                             const std::vector<UpdateAction>& actions) {
-  UpdateRun& run = *model->running;
+  UpdateRun& run = *update;
   const auto replica_of = [&](int index) -> ReplicaRun* {
     for (const auto& entry : run.replica_index) {
       if (entry.second != index) continue;
@@ -244,22 +268,33 @@ void CoordinatorCore::Carry(ModelRun* model,
   model->epoch = std::max(model->epoch, run.machine.epoch);
   for (const UpdateAction& action : actions) {
     ReplicaEvent event;
-    event.holder = Holder{Holder::kUpdate, run.key};
+    event.holder =
+        Holder{Holder::kUpdate, run.key, PauseOf(run.options.pause_mode())};
     switch (action.kind) {
       case UpdateAction::kPhase:
-        EnterPhase(model, action.phase);
+        EnterPhase(update, action.phase);
         break;
       case UpdateAction::kPrepare:
-        SendPrepare(model, action.node);
+        SendPrepare(model, update, action.node);
         break;
-      case UpdateAction::kMove: {
-        v1::MoveUpdate* move =
-            SendTo(run.machine.nodes[action.node].name)->mutable_move_update();
-        move->set_model(model->name);
-        move->set_update_id(run.update_id);
-        move->mutable_epoch()->set_term(term_);
-        move->mutable_epoch()->set_counter(run.machine.epoch);
-        *move->mutable_progress_timeout() = ToProto(options_.progress_timeout);
+      case UpdateAction::kMove:
+        SendMove(model, update, action.node);
+        break;
+      case UpdateAction::kStreamBegin:
+        BeginStream(model, update);
+        break;
+      case UpdateAction::kAtBarrier:
+        Supersede(model, run);
+        break;
+      case UpdateAction::kReleaseSources: {
+        for (const UpdateRank& rank : run.machine.ranks) {
+          if (rank.node == action.node) RankMayChange(update, rank.rank);
+        }
+        v1::ReleaseSources* release =
+            SendTo(run.machine.nodes[action.node].name)
+                ->mutable_release_sources();
+        release->set_model(model->name);
+        release->set_update_id(run.update_id);
         break;
       }
       case UpdateAction::kManifest: {
@@ -278,13 +313,14 @@ void CoordinatorCore::Carry(ModelRun* model,
         if (replica == nullptr) break;
         *Times(replica, run.key)->mutable_pause_request_time() = ToProto(now_);
         ShowTimes(replica);
-        DropInstall(replica);
         event.kind = ReplicaEvent::kHold;
         Step(replica, event);
+        // After the hold: it shall not run in between.
+        DropInstall(replica);
         break;
       }
       case UpdateAction::kCommit:
-        Commit(model);
+        Commit(model, update);
         break;
       case UpdateAction::kInstall: {
         ReplicaRun* replica = replica_of(action.replica);
@@ -309,7 +345,7 @@ void CoordinatorCore::Carry(ModelRun* model,
         break;
       }
       case UpdateAction::kEnd:
-        Finish(model);  // `run` is gone; it is the last action
+        Finish(model, update);  // `run` is gone; it is the last action
         return;
     }
   }
@@ -333,8 +369,7 @@ void CoordinatorCore::EndPhase(UpdateRun* update, const std::string& next) {
   update->phase_begin = now_;
 }
 
-void CoordinatorCore::EnterPhase(ModelRun* model, UpdatePhase phase) {
-  UpdateRun* update = model->running.get();
+void CoordinatorCore::EnterPhase(UpdateRun* update, UpdatePhase phase) {
   v1::Version& record = update->record;
   switch (phase) {
     case UpdatePhase::kGathering:
@@ -366,16 +401,18 @@ void CoordinatorCore::EnterPhase(ModelRun* model, UpdatePhase phase) {
     case UpdatePhase::kActive:
     case UpdatePhase::kAborted:
       EndPhase(update, "");
-      record.set_state(phase == UpdatePhase::kActive
-                           ? v1::Version::STATE_ACTIVE
+      record.set_state(phase == UpdatePhase::kActive ? v1::Version::STATE_ACTIVE
+                       : update->machine.fault.reason == kSuperseded
+                           ? v1::Version::STATE_SUPERSEDED
                            : v1::Version::STATE_ABORTED);
       break;
   }
   if (phase < UpdatePhase::kActive) Changed(record);
 }
 
-void CoordinatorCore::SendPrepare(ModelRun* model, int index) {
-  UpdateRun& run = *model->running;
+void CoordinatorCore::SendPrepare(ModelRun* model, UpdateRun* update,
+                                  int index) {
+  UpdateRun& run = *update;
   if (run.flows_epoch != run.machine.epoch) {
     FlowOptions options;
     for (const UpdateNode& node : run.machine.nodes) {
@@ -418,6 +455,8 @@ void CoordinatorCore::SendPrepare(ModelRun* model, int index) {
   prepare->mutable_epoch()->set_counter(run.machine.epoch);
   prepare->set_group_secret(run.group_secret);
   *prepare->mutable_timeout() = ToProto(options_.prepare_timeout);
+  prepare->set_update_mode(run.options.update_mode());
+  prepare->set_publish_mode(run.options.publish_mode());
   for (const v1::Flow& flow : run.flows) {
     const bool member =
         std::any_of(flow.members().begin(), flow.members().end(),
@@ -426,8 +465,90 @@ void CoordinatorCore::SendPrepare(ModelRun* model, int index) {
   }
 }
 
-void CoordinatorCore::Commit(ModelRun* model) {
-  UpdateRun& run = *model->running;
+void CoordinatorCore::SendMove(ModelRun* model, UpdateRun* update, int index) {
+  const UpdateRun& run = *update;
+  const std::string& name = run.machine.nodes[index].name;
+  v1::MoveUpdate* move = SendTo(name)->mutable_move_update();
+  move->set_model(model->name);
+  move->set_update_id(run.update_id);
+  move->mutable_epoch()->set_term(term_);
+  move->mutable_epoch()->set_counter(run.machine.epoch);
+  *move->mutable_progress_timeout() = ToProto(options_.progress_timeout);
+  if (!run.config.stream) return;
+  for (const auto& entry : run.replica_index) {
+    if (run.machine.replicas[entry.second].stage != UpdateReplica::kPaused) {
+      continue;
+    }
+    const ReplicaEntry* replica =
+        registry_.FindReplica(model->name, entry.first);
+    for (size_t i = 0; i < replica->workers.size(); ++i) {
+      if (replica->workers[i].node != name) continue;
+      v1::StreamWorker* worker = move->add_stream_workers();
+      worker->set_replica(entry.first);
+      worker->set_worker_index(static_cast<int32_t>(i));
+      worker->set_incarnation(replica->incarnation);
+    }
+  }
+}
+
+namespace {
+
+void FillParticipants(
+    const ModelRun& model, const UpdateRun& run, const Registry& registry,
+    google::protobuf::RepeatedPtrField<internal::v1::CommittedReplica>* out) {
+  for (const auto& entry : run.replica_index) {
+    if (run.machine.replicas[entry.second].stage == UpdateReplica::kLeft) {
+      continue;
+    }
+    internal::v1::CommittedReplica* replica = out->Add();
+    replica->set_replica(entry.first);
+    replica->set_incarnation(model.replicas.at(entry.first).incarnation);
+    const ReplicaEntry* known = registry.FindReplica(model.name, entry.first);
+    for (size_t i = 0; i < known->workers.size(); ++i) {
+      auto* worker = replica->add_workers();
+      worker->set_worker_index(static_cast<int32_t>(i));
+      worker->set_node(known->workers[i].node);
+    }
+  }
+}
+
+}  // namespace
+
+void CoordinatorCore::BeginStream(ModelRun* model, UpdateRun* update) {
+  UpdateRun& run = *update;
+  auto* begun = Write()->mutable_stream_begun();
+  begun->set_model(model->name);
+  begun->set_update_id(run.update_id);
+  begun->set_version(run.record.version());
+  begun->set_term(term_);
+  *begun->mutable_time() = ToProto(now_);
+  FillParticipants(*model, run, registry_, begun->mutable_replicas());
+  for (const auto& entry : run.replica_index) {
+    if (run.machine.replicas[entry.second].stage != UpdateReplica::kPaused) {
+      continue;
+    }
+    ReplicaEvent event;
+    event.kind = ReplicaEvent::kStreaming;
+    event.update = run.key;
+    Step(&model->replicas.at(entry.first), event);
+  }
+}
+
+void CoordinatorCore::Supersede(ModelRun* model, const UpdateRun& update) {
+  for (const auto& older : model->updates) {
+    if (older.get() == &update) return;
+    UpdateEvent cancel;
+    cancel.kind = UpdateEvent::kCancel;
+    cancel.fault = Fault(
+        StatusCode::kAborted, kSuperseded,
+        absl::StrCat("version ", update.record.version(), " of ", model->name,
+                     " was complete before this one was committed"));
+    Post(*older, std::move(cancel));
+  }
+}
+
+void CoordinatorCore::Commit(ModelRun* model, UpdateRun* update) {
+  UpdateRun& run = *update;
   EndPhase(&run, "commit");
   if (journalled_layouts_.insert(run.layout->id()).second) {
     *Write()->mutable_layout_defined()->mutable_layout() = run.layout->define;
@@ -440,37 +561,58 @@ void CoordinatorCore::Commit(ModelRun* model) {
   committed->set_layout_id(run.layout->id());
   committed->set_term(term_);
   *committed->mutable_time() = ToProto(now_);
-  for (const auto& entry : run.replica_index) {
-    if (run.machine.replicas[entry.second].stage == UpdateReplica::kLeft) {
-      continue;
-    }
-    auto* replica = committed->add_replicas();
-    replica->set_replica(entry.first);
-    replica->set_incarnation(model->replicas.at(entry.first).incarnation);
-    const ReplicaEntry* known = registry_.FindReplica(model->name, entry.first);
-    for (size_t i = 0; i < known->workers.size(); ++i) {
-      auto* worker = replica->add_workers();
-      worker->set_worker_index(static_cast<int32_t>(i));
-      worker->set_node(known->workers[i].node);
-    }
+  FillParticipants(*model, run, registry_, committed->mutable_replicas());
+  *committed->mutable_options() = run.options;
+  CommittedUpdate known;
+  known.update_id = run.update_id;
+  known.version = run.record.version();
+  known.step = run.record.step();
+  known.layout_id = run.layout->id();
+  known.layout = run.layout;
+  known.term = term_;
+  known.options = run.options;
+  known.manifest = run.manifest;
+  for (const auto& tensor : run.tensors) {
+    v1::TensorDigest digest;
+    digest.set_ordinal(tensor.first);
+    *digest.mutable_digest() = tensor.second;
+    known.tensors.push_back(std::move(digest));
   }
-  model->committed = {run.update_id, run.record.version(), run.record.step(),
-                      run.layout->id(), term_};
+  for (const v1::BucketDigest& bucket : known.manifest) {
+    *committed->add_manifest() = bucket;
+  }
+  for (const v1::TensorDigest& tensor : known.tensors) {
+    *committed->add_tensors() = tensor;
+  }
   for (const UpdateNode& node : run.machine.nodes) {
     NodeRun* holder = FindNode(node.name);
-    if (node.In() && node.verified && holder != nullptr && !holder->lost &&
-        !holder->Holds(run.update_id)) {
+    const bool holds = (node.source && known.SourcesHold()) ||
+                       (node.receiver && known.ReceiversHold());
+    if (holds && node.In() && node.verified && holder != nullptr &&
+        !holder->lost && !holder->Holds(run.update_id)) {
       holder->held.insert(holder->held.begin(),
                           std::make_pair(model->name, run.update_id));
     }
+  }
+  model->commits.push_back(std::move(known));
+  while (model->commits.size() > kOlderCommits + 1) {
+    // What a rollback holds the model on is not forgotten.
+    const bool held = model->commits.front().update_id == model->held_update_id;
+    model->commits.erase(model->commits.begin() + (held ? 1 : 0));
   }
   *run.record.mutable_commit_time() = ToProto(now_);
   run.record.set_state(v1::Version::STATE_COMMITTED);
   Changed(run.record);
 }
 
-void CoordinatorCore::Finish(ModelRun* model) {
-  const std::unique_ptr<UpdateRun> run = std::move(model->running);
+void CoordinatorCore::Finish(ModelRun* model, UpdateRun* update) {
+  std::unique_ptr<UpdateRun> run;
+  for (auto it = model->updates.begin(); it != model->updates.end(); ++it) {
+    if (it->get() != update) continue;
+    run = std::move(*it);
+    model->updates.erase(it);
+    break;
+  }
   const bool active = run->machine.phase == UpdatePhase::kActive;
   v1::Version& record = run->record;
   *record.mutable_end_time() = ToProto(now_);
@@ -496,12 +638,19 @@ void CoordinatorCore::Finish(ModelRun* model) {
   ended->set_model(model->name);
   ended->set_update_id(run->update_id);
   ended->set_version(record.version());
-  ended->set_active(active);
+  const CommittedUpdate* commit = model->FindCommit(run->update_id);
+  const bool lost = commit != nullptr && commit->lost;
+  if (lost) record.set_state(v1::Version::STATE_LOST);
+  ended->set_active(active && !lost);
+  ended->set_lost(lost);
+  const bool superseded = record.state() == v1::Version::STATE_SUPERSEDED;
+  ended->set_superseded(superseded);
   if (!active) *ended->mutable_failure() = record.failure();
   *ended->mutable_time() = ToProto(now_);
   if (!active) {
     LOG(WARNING) << record.name() << " (update " << run->update_id
-                 << ") aborted: " << record.failure().reason() << ": "
+                 << (superseded ? ") superseded: " : ") aborted: ")
+                 << record.failure().reason() << ": "
                  << record.failure().message();
     for (auto& entry : journal_.requests) {
       if (entry.second.opened.update_id() == run->update_id) {
@@ -524,6 +673,11 @@ void CoordinatorCore::Finish(ModelRun* model) {
     model->ended.pop_front();
   }
   Changed(record);
+  if (!model->updates.empty()) {
+    UpdateEvent unblocked;
+    unblocked.kind = UpdateEvent::kUnblocked;
+    Post(*model->updates[0], unblocked);
+  }
   SettleAll(model);
   TryOpen(model);
 }

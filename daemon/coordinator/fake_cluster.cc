@@ -1,5 +1,6 @@
 #include "daemon/coordinator/fake_cluster.h"
 
+#include <functional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -32,6 +33,14 @@ std::string RecordName(const internal::v1::JournalRecord& record) {
   return field == nullptr ? "none" : field->name();
 }
 
+// What one rank's part of "w" adds up to in an update.
+v1::Digest PartDigest(const std::string& update_id, int rank) {
+  v1::Digest digest;
+  digest.set_lane0(std::hash<std::string>()(update_id) + 3 * rank);
+  digest.set_lane1(7 * rank + 1);
+  return digest;
+}
+
 }  // namespace
 
 FakeCluster::FakeCluster(CoordinatorOptions options)
@@ -58,13 +67,16 @@ void FakeCluster::Hello(const std::string& name) {
   hello->set_node(name);
   hello->set_incarnation(node.incarnation);
   hello->set_protocol_version(1);
-  hello->set_cluster_id(coordinator->cluster_id());
+  hello->set_cluster_id(remembered_cluster.empty() ? coordinator->cluster_id()
+                                                   : remembered_cluster);
+  hello->set_newest_term(node.term);
   hello->set_data_address(absl::StrCat(name, ":1"));
   for (const auto& update : node.updates) {
     if (!update.second.whole) continue;
     v1::HeldUpdate* held = hello->add_held_updates();
     held->set_model(kModel);
     held->set_update_id(update.first);
+    held->set_version(update.second.version);
   }
   Report(name, report);
   for (const auto& rank : ranks_) {
@@ -84,7 +96,7 @@ void FakeCluster::Hello(const std::string& name) {
 }
 
 void FakeCluster::AddRank(int rank, int world, const std::string& node) {
-  ranks_[rank] = Rank{node, world, 0};
+  ranks_[rank] = Rank{node, absl::StrCat("s", rank, "-", next_id_++), world, 0};
   ClaimRank(rank);
 }
 
@@ -96,7 +108,7 @@ void FakeCluster::ClaimRank(int index) {
   claim->set_model(kModel);
   claim->set_rank(index);
   claim->set_world_size(rank.world);
-  claim->set_session(absl::StrCat("s", index));
+  claim->set_session(rank.session);
   claim->set_publish_index(rank.publish_index);
   Report(rank.node, report);
   report.Clear();
@@ -104,7 +116,7 @@ void FakeCluster::ClaimRank(int index) {
   v1::RankShards* shards = report.mutable_rank_shards();
   shards->set_model(kModel);
   shards->set_rank(index);
-  shards->set_session(absl::StrCat("s", index));
+  shards->set_session(rank.session);
   *shards->add_parameters() = TheParameter(rank.world);
   v1::Box* box = shards->add_shards()->mutable_box();
   box->add_offset(4 * index);
@@ -124,11 +136,35 @@ void FakeCluster::AddReplica(const std::string& name,
   Register(name);
 }
 
-void FakeCluster::Register(const std::string& name) {
+void FakeCluster::Register(const std::string& name, bool ready) {
   RegisterReplica(name, engines[name].node);
   for (size_t i = 0; i < engines[name].workers.size(); ++i) {
-    RegisterWorker(name, static_cast<int>(i));
+    RegisterWorker(name, static_cast<int>(i), ready);
   }
+}
+
+void FakeCluster::LoseRank(int rank) {
+  v1::NodeReport report;
+  v1::RankLost* lost = report.mutable_rank_lost();
+  lost->set_model(kModel);
+  lost->set_rank(rank);
+  lost->set_session(ranks_[rank].session);
+  const std::string node = ranks_[rank].node;
+  ranks_.erase(rank);
+  Report(node, report);
+}
+
+int64_t FakeCluster::Ask(AdminRequest call) {
+  const int64_t request = next_request_++;
+  Do(coordinator->OnAdminRequest(now, request, call));
+  return request;
+}
+
+const AdminDone* FakeCluster::Answered(int64_t request) const {
+  for (const AdminDone& done : answered) {
+    if (done.request == request) return &done;
+  }
+  return nullptr;
 }
 
 void FakeCluster::RegisterReplica(const std::string& name,
@@ -142,16 +178,24 @@ void FakeCluster::RegisterReplica(const std::string& name,
   r->set_replica(name);
   r->set_worker_count(static_cast<int>(engine.workers.size()));
   r->set_incarnation(engine.incarnation);
-  r->set_paused(engine.paused);
+  r->set_paused(engine.paused &&
+                engine.last_pause.pause().mode() != v1::PAUSE_MODE_NONE);
+  r->set_atomic_swap(engine.atomic_swap);
+  for (const std::string& command : engine.refused_command_ids) {
+    report.mutable_replica_joined()->add_refused_command_ids(command);
+  }
+  report.mutable_replica_joined()->set_isolation_hold(engine.isolation_hold);
   Report(node, report);
 }
 
-void FakeCluster::RegisterWorker(const std::string& name, int worker) {
+void FakeCluster::RegisterWorker(const std::string& name, int worker,
+                                 bool ready) {
   const FakeEngine& engine = engines[name];
   v1::NodeReport report;
   report.set_correlation_id(next_correlation_++);
   v1::RegisterWorker* r =
       report.mutable_worker_joined()->mutable_registration();
+  report.mutable_worker_joined()->set_ready(ready);
   r->set_model(kModel);
   r->set_replica(name);
   r->set_worker_index(worker);
@@ -188,7 +232,7 @@ int64_t FakeCluster::Publish(int rank, int64_t version,
   v1::PublishArrived* arrived = report.mutable_publish_arrived();
   arrived->set_model(kModel);
   arrived->set_rank(rank);
-  arrived->set_session(absl::StrCat("s", rank));
+  arrived->set_session(ranks_[rank].session);
   arrived->set_request_id(request_id);
   arrived->set_version(version);
   arrived->set_step(step);
@@ -243,6 +287,8 @@ void FakeCluster::Do(Actions actions) {
       }
     } else if (auto* done = absl::get_if<PrepareDone>(&action)) {
       prepared.push_back(*done);
+    } else if (auto* call = absl::get_if<AdminDone>(&action)) {
+      answered.push_back(*call);
     }
     if (!name.empty()) trace.push_back(name);
   }
@@ -300,16 +346,39 @@ void FakeCluster::Answer(const std::string& name,
       snapshotted->set_update_id(opened.update_id());
       snapshotted->set_rank(call->second);
       snapshotted->set_copied_bytes(64);
+      v1::BucketDigest* bucket = snapshotted->add_buckets();
+      bucket->set_bucket(call->second);
+      *bucket->mutable_digest() = PartDigest(opened.update_id(), call->second);
+      v1::TensorDigest* tensor = snapshotted->add_tensors();
+      tensor->set_ordinal(0);
+      *tensor->mutable_digest() = PartDigest(opened.update_id(), call->second);
       Report(name, report);
       return;
     }
+    case v1::NodeCommand::kWelcome:
+      node.term = command.welcome().term();
+      return;
     case v1::NodeCommand::kPrepareUpdate: {
       const v1::PrepareUpdate& prepare = command.prepare_update();
       Node::Update& update = node.updates[prepare.update_id()];
       update.epoch = prepare.epoch();
       update.layout_id = prepare.layout_id();
+      update.version = prepare.version();
       update.prepared = true;
       update.moving = false;
+      update.stream = prepare.update_mode() == v1::UPDATE_MODE_STREAM;
+      update.fetch = prepare.fetch();
+      if (prepare.fetch()) {
+        update.manifest = false;
+        for (const v1::Flow& flow : prepare.flows()) {
+          // Who sends must have it, and may not lose it meanwhile.
+          if (flow.members(0).node() == name &&
+              (!update.whole ||
+               pinned.count({name, prepare.update_id()}) == 0)) {
+            ++violations;
+          }
+        }
+      }
       v1::UpdatePrepared* prepared_report = report.mutable_update_prepared();
       prepared_report->set_model(prepare.model());
       prepared_report->set_update_id(prepare.update_id());
@@ -324,8 +393,27 @@ void FakeCluster::Answer(const std::string& name,
                                    : command.update_manifest().update_id();
       Node::Update& update = node.updates[id];
       (move ? update.moving : update.manifest) = true;
+      if (move) {
+        update.stream_workers.assign(
+            command.move_update().stream_workers().begin(),
+            command.move_update().stream_workers().end());
+        for (const v1::StreamWorker& worker : update.stream_workers) {
+          FakeEngine& engine = engines[worker.replica()];
+          if (!engine.paused) ++violations;
+          v1::InstalledState& installed = engine.workers[worker.worker_index()];
+          installed.set_state(v1::InstalledState::STATE_WRITING);
+          installed.set_update_id(id);
+        }
+      } else {
+        update.digests = command.update_manifest();
+      }
       if (!update.moving || !update.manifest) return;
-      update.whole = true;
+      // STREAM leaves nothing in the store but what a snapshot put there.
+      bool source = false;
+      for (const auto& rank : ranks_) {
+        source = source || rank.second.node == name;
+      }
+      update.whole = update.whole || !update.stream || source;
       v1::UpdateVerified* verified = report.mutable_update_verified();
       verified->set_model(kModel);
       verified->set_update_id(id);
@@ -333,21 +421,76 @@ void FakeCluster::Answer(const std::string& name,
       Report(name, report);
       return;
     }
-    case v1::NodeCommand::kEndUpdate:
-      if (!command.end_update().committed()) {
-        node.updates.erase(command.end_update().update_id());
+    case v1::NodeCommand::kEndUpdate: {
+      const v1::EndUpdate& end = command.end_update();
+      auto update = node.updates.find(end.update_id());
+      if (end.committed() || update == node.updates.end()) return;
+      const std::vector<v1::StreamWorker> streamed =
+          update->second.stream_workers;
+      node.updates.erase(update);
+      // Workers that were written to say what they hold.
+      for (const v1::StreamWorker& worker : streamed) {
+        report.Clear();
+        v1::WorkerAppliedReport* said = report.mutable_worker_applied();
+        said->set_model(kModel);
+        said->set_replica(worker.replica());
+        said->set_worker_index(worker.worker_index());
+        said->set_incarnation(worker.incarnation());
+        said->set_update_id(end.update_id());
+        *said->mutable_installed() =
+            engines[worker.replica()].workers[worker.worker_index()];
+        Report(name, report);
       }
       return;
+    }
+    case v1::NodeCommand::kPinUpdate: {
+      const v1::PinUpdate& pin = command.pin_update();
+      if (pin.pin()) {
+        pinned.insert({name, pin.update_id()});
+      } else {
+        pinned.erase({name, pin.update_id()});
+      }
+      return;
+    }
+    case v1::NodeCommand::kDropUpdate:
+      node.updates.erase(command.drop_update().update_id());
+      return;
+    case v1::NodeCommand::kDigestWorker: {
+      const v1::DigestWorker& digest = command.digest_worker();
+      const FakeEngine& engine = engines[digest.replica()];
+      const int index = digest.worker_index();
+      v1::WorkerDigests* out = report.mutable_worker_digests();
+      out->set_model(kModel);
+      out->set_replica(digest.replica());
+      out->set_worker_index(index);
+      out->set_incarnation(digest.incarnation());
+      v1::TensorDigests* digests = out->mutable_digests();
+      digests->set_command_id(digest.digest().command_id());
+      *digests->mutable_installed() = engine.workers[index];
+      v1::Digest sum;
+      for (int rank = 0; rank < 2; ++rank) {
+        const v1::Digest part =
+            PartDigest(engine.workers[index].update_id(), rank);
+        sum.set_lane0(sum.lane0() + part.lane0());
+        sum.set_lane1(sum.lane1() + part.lane1());
+      }
+      if (engine.damaged_worker == index) sum.set_lane1(sum.lane1() + 4);
+      *digests->add_digests() = sum;
+      Report(name, report);
+      return;
+    }
     case v1::NodeCommand::kPauseReplica: {
       const v1::PauseReplicaCommand& pause = command.pause_replica();
       FakeEngine& engine = engines[pause.replica()];
       engine.paused = true;
+      engine.last_pause = pause;
       ++engine.pauses;
       v1::ReplicaPausedReport* paused = report.mutable_replica_paused();
       paused->set_model(kModel);
       paused->set_replica(pause.replica());
       paused->set_incarnation(pause.incarnation());
       paused->set_command_id(pause.pause().command_id());
+      paused->set_detail("drained 3 requests");
       Report(name, report);
       return;
     }
@@ -363,13 +506,22 @@ void FakeCluster::Answer(const std::string& name,
       applied->set_update_id(apply.update_id());
       applied->set_command_id(apply.command_id());
       const auto update = node.updates.find(apply.update_id());
-      if (update == node.updates.end() || !update->second.whole) {
+      const bool streamed = update != node.updates.end() &&
+                            update->second.stream &&
+                            !update->second.stream_workers.empty();
+      if (streamed && installed.update_id() == apply.update_id()) {
+        // All of it is there already.
+        installed.set_state(v1::InstalledState::STATE_INSTALLED);
+        installed.set_version(apply.version());
+      } else if (update == node.updates.end() || !update->second.whole) {
         applied->mutable_failure()->set_code(5);
         applied->mutable_failure()->set_reason("UPDATE_UNKNOWN");
-      } else if (installed.update_id() != apply.update_id()) {
+      } else if (installed.update_id() != apply.update_id() ||
+                 installed.state() != v1::InstalledState::STATE_INSTALLED) {
         if (!engine.paused) ++violations;
         installed.set_state(v1::InstalledState::STATE_INSTALLED);
         installed.set_update_id(apply.update_id());
+        installed.set_version(apply.version());
         ++engine.applies;
       }
       *applied->mutable_installed() = installed;

@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,7 +37,13 @@ struct FakeEngine {
   int pauses = 0;
   int resumes = 0;
   int applies = 0;
+  bool atomic_swap = false;
+  bool isolation_hold = false;
+  std::vector<std::string> refused_command_ids;
+  v1::PauseReplicaCommand last_pause;
   v1::ResumeReplica last_resume;
+  // A worker whose memory is not what it says it is; -1: none.
+  int damaged_worker = -1;
 };
 
 class FakeCluster {
@@ -72,8 +79,16 @@ class FakeCluster {
   // The coordinator ends without a word and is started on its journal; nodes
   // reconnect.
   void RestartCoordinator();
-  // An engine registers again; what its workers hold is theirs to say.
-  void Register(const std::string& replica);
+  // An engine registers again; what its workers hold is theirs to say. Not
+  // `ready`: their node has no room for them yet.
+  void Register(const std::string& replica, bool ready = true);
+  void RegisterWorker(const std::string& name, int worker, bool ready = true);
+  // A trainer process ends; another takes its place with AddRank.
+  void LoseRank(int rank);
+  // An operator's call; its number. Its answer, when there is one, is in
+  // `answered`.
+  int64_t Ask(AdminRequest call);
+  const AdminDone* Answered(int64_t request) const;
   void LoseWorker(const std::string& replica, int worker);
   void Report(const std::string& node, v1::NodeReport report);
   void Do(Actions actions);
@@ -92,6 +107,10 @@ class FakeCluster {
   std::vector<std::pair<std::string, v1::NodeCommand>> commands;
   std::vector<CloseNode> closed;
   std::vector<PrepareDone> prepared;
+  std::vector<AdminDone> answered;
+  // (node, update_id) that are pinned now; and was each holder so when asked to
+  // send?
+  std::set<std::pair<std::string, std::string>> pinned;
   std::map<std::string, FakeEngine> engines;
   std::function<bool(const std::string& node, const v1::NodeCommand&)>
       intercept;
@@ -101,25 +120,34 @@ class FakeCluster {
   std::string crash_before;
   bool crashed = false;
   int violations = 0;
+  // What nodes say their cluster is; empty: the coordinator's.
+  std::string remembered_cluster;
 
  private:
   struct Node {
     std::string incarnation;
     std::string stream;
+    int64_t term = 0;
     std::deque<v1::NodeCommand> inbox;
     // By update: epoch, told to move, has the manifest, verified.
     struct Update {
       v1::Epoch epoch;
       std::string layout_id;
+      int64_t version = 0;
       bool prepared = false;
       bool moving = false;
       bool manifest = false;
       bool whole = false;
+      bool stream = false;
+      bool fetch = false;
+      std::vector<v1::StreamWorker> stream_workers;
+      v1::UpdateManifest digests;
     };
     std::map<std::string, Update> updates;
   };
   struct Rank {
     std::string node;
+    std::string session;
     int world = 0;
     int64_t publish_index = 0;
   };
@@ -128,7 +156,6 @@ class FakeCluster {
   void Answer(const std::string& name, const v1::NodeCommand& command);
   void ClaimRank(int rank);
   void RegisterReplica(const std::string& name, const std::string& node);
-  void RegisterWorker(const std::string& name, int worker);
 
   CoordinatorOptions options_;
   std::map<std::string, Node> nodes_;
@@ -139,6 +166,7 @@ class FakeCluster {
   int64_t next_correlation_ = 1;
   int next_stream_ = 1;
   int next_id_ = 1;
+  int64_t next_request_ = 1;
 };
 
 }  // namespace daemon

@@ -33,6 +33,9 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       if (model.newest.update_id() == opened.update_id()) return;
       model.newest = opened;
       model.newest_ended = false;
+      model.unended.push_back(opened);
+      // At most two run at a time: older ones ended without a word.
+      if (model.unended.size() > 2) model.unended.erase(model.unended.begin());
       return;
     }
 
@@ -71,8 +74,15 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       const auto& committed = record.update_committed();
       JournalModel& model = state->models[committed.model()];
       if (model.committed.update_id() == committed.update_id()) return;
+      if (!model.committed.update_id().empty()) {
+        model.older.push_back(model.committed);
+        if (model.older.size() > kOlderCommits) {
+          model.older.erase(model.older.begin());
+        }
+      }
       model.committed = committed;
       model.committed_ended = false;
+      model.committed_lost = false;
       return;
     }
 
@@ -83,12 +93,19 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
         model.newest_ended = true;
         model.newest_end = ended;
       }
-      if (ended.active()) {
-        if (model.committed.update_id() == ended.update_id()) {
-          model.committed_ended = true;
-        }
+      const auto same = [&ended](const auto& opened) {
+        return opened.update_id() == ended.update_id();
+      };
+      model.unended.erase(
+          std::remove_if(model.unended.begin(), model.unended.end(), same),
+          model.unended.end());
+      if (same(model.stream_begun)) model.stream_begun.Clear();
+      if (same(model.committed)) {
+        model.committed_ended = true;
+        model.committed_lost = model.committed_lost || ended.lost();
         return;
       }
+      if (ended.active()) return;
       for (auto& entry : state->requests) {
         if (entry.second.opened.update_id() == ended.update_id()) {
           entry.second.failure = ended.failure();
@@ -102,11 +119,61 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       return;
 
     case JournalRecord::kStreamBegun:
-    case JournalRecord::kHoldPlaced:
-    case JournalRecord::kHoldReleased:
+      state->models[record.stream_begun().model()].stream_begun =
+          record.stream_begun();
+      return;
+
+    case JournalRecord::kHoldPlaced: {
+      const auto& hold = record.hold_placed();
+      JournalModel& model = state->models[hold.model()];
+      if (hold.replica().empty()) {
+        model.held = hold;
+      } else {
+        model.held_replicas.insert(hold.replica());
+      }
+      return;
+    }
+
+    case JournalRecord::kHoldReleased: {
+      const auto& hold = record.hold_released();
+      JournalModel& model = state->models[hold.model()];
+      if (hold.replica().empty()) {
+        model.held.Clear();
+      } else {
+        model.held_replicas.erase(hold.replica());
+      }
+      return;
+    }
+
     case JournalRecord::kNodeDrained:
-    case JournalRecord::kVersionDeleted:
+      if (record.node_drained().drained()) {
+        state->drained.insert(record.node_drained().node());
+      } else {
+        state->drained.erase(record.node_drained().node());
+      }
+      return;
+
+    case JournalRecord::kVersionDeleted: {
+      const auto& deleted = record.version_deleted();
+      JournalModel& model = state->models[deleted.model()];
+      model.older.erase(
+          std::remove_if(model.older.begin(), model.older.end(),
+                         [&](const internal::v1::UpdateCommitted& older) {
+                           return older.update_id() == deleted.update_id();
+                         }),
+          model.older.end());
+      return;
+    }
+
     case JournalRecord::kAdopted:
+      state->former_clusters.insert(state->cluster_id);
+      state->cluster_id = record.adopted().cluster_id();
+      state->former_clusters.erase(state->cluster_id);
+      state->term = std::max(state->term, record.adopted().term());
+      state->adopted_term = record.adopted().term();
+      state->lost_evidence.clear();
+      return;
+
     case JournalRecord::RECORD_NOT_SET:
       // Of a later release: what it does not change here it may ignore.
       return;
@@ -121,6 +188,9 @@ void ForgetOld(absl::Time oldest, JournalState* state) {
   std::set<std::string> named;
   for (const auto& entry : state->models) {
     named.insert(entry.second.committed.layout_id());
+    for (const auto& older : entry.second.older) {
+      named.insert(older.layout_id());
+    }
   }
   for (auto it = state->layouts.begin(); it != state->layouts.end();) {
     it = named.count(it->first) == 0 ? state->layouts.erase(it) : std::next(it);
@@ -134,9 +204,27 @@ std::vector<JournalRecord> RecordsOf(const JournalState& state) {
     records.emplace_back();
     return records.back();
   };
+  for (const std::string& former : state.former_clusters) {
+    auto* started = add().mutable_started();
+    started->set_cluster_id(former);
+    started->set_term(state.term);
+    auto* adopted = add().mutable_adopted();
+    adopted->set_cluster_id(state.cluster_id);
+    adopted->set_term(state.term);
+  }
   auto* started = add().mutable_started();
   started->set_cluster_id(state.cluster_id);
   started->set_term(state.term);
+  if (state.adopted_term > 0) {
+    auto* adopted = add().mutable_adopted();
+    adopted->set_cluster_id(state.cluster_id);
+    adopted->set_term(state.adopted_term);
+  }
+  for (const std::string& node : state.drained) {
+    auto* drained = add().mutable_node_drained();
+    drained->set_node(node);
+    drained->set_drained(true);
+  }
   if (!state.lost_evidence.empty()) {
     add().mutable_lost()->set_evidence(state.lost_evidence);
   }
@@ -145,6 +233,9 @@ std::vector<JournalRecord> RecordsOf(const JournalState& state) {
   }
   for (const auto& entry : state.models) {
     const JournalModel& model = entry.second;
+    for (const auto& older : model.older) {
+      *add().mutable_update_committed() = older;
+    }
     if (!model.committed.update_id().empty()) {
       *add().mutable_update_committed() = model.committed;
       if (model.committed_ended) {
@@ -152,12 +243,28 @@ std::vector<JournalRecord> RecordsOf(const JournalState& state) {
         ended->set_model(entry.first);
         ended->set_update_id(model.committed.update_id());
         ended->set_version(model.committed.version());
-        ended->set_active(true);
+        ended->set_active(!model.committed_lost);
+        ended->set_lost(model.committed_lost);
       }
+    }
+    for (const auto& opened : model.unended) {
+      if (opened.update_id() == model.newest.update_id()) continue;
+      *add().mutable_update_opened() = opened;
     }
     if (!model.newest.update_id().empty()) {
       *add().mutable_update_opened() = model.newest;
       if (model.newest_ended) *add().mutable_update_ended() = model.newest_end;
+    }
+    if (!model.stream_begun.update_id().empty()) {
+      *add().mutable_stream_begun() = model.stream_begun;
+    }
+    if (!model.held.update_id().empty()) {
+      *add().mutable_hold_placed() = model.held;
+    }
+    for (const std::string& replica : model.held_replicas) {
+      auto* hold = add().mutable_hold_placed();
+      hold->set_model(entry.first);
+      hold->set_replica(replica);
     }
   }
   for (const auto& entry : state.requests) {

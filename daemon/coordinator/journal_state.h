@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,11 +24,25 @@ struct JournalModel {
   bool newest_ended = false;
   // Meaningful when newest_ended.
   internal::v1::UpdateEnded newest_end;
+  // Opened and not ended, oldest first; at most the committed one among them.
+  std::vector<internal::v1::UpdateOpened> unended;
   // The newest committed update; no update_id: none yet.
   internal::v1::UpdateCommitted committed;
   // Its participants had all been served.
   bool committed_ended = false;
+  // No holder of its bytes was left.
+  bool committed_lost = false;
+  // Those committed before it, oldest first; at most kOlderCommits.
+  std::vector<internal::v1::UpdateCommitted> older;
+  // Of an update that has not ended.
+  internal::v1::StreamBegun stream_begun;
+  // A rollback holds the model on an update; no update_id: none does.
+  internal::v1::HoldPlaced held;
+  // Replicas that an operator keeps paused.
+  std::set<std::string> held_replicas;
 };
+
+inline constexpr size_t kOlderCommits = 8;
 
 struct JournalRequest {
   internal::v1::RequestOpened opened;
@@ -47,6 +62,13 @@ struct JournalState {
   std::map<std::string, v1::DefineLayout> layouts;
   // By RequestKey.
   std::map<std::string, JournalRequest> requests;
+  // Nodes that were drained.
+  std::set<std::string> drained;
+  // Clusters that this coordinator called its own before it adopted another:
+  // nodes that come with one of these are its own.
+  std::set<std::string> former_clusters;
+  // The term in which it did so last; 0: never.
+  int64_t adopted_term = 0;
   // Not empty: nothing may be accepted (JOURNAL_LOST).
   std::string lost_evidence;
 };

@@ -48,30 +48,34 @@ absl::StatusOr<std::shared_ptr<const KnownLayout>> MakeKnownLayout(
   return std::shared_ptr<const KnownLayout>(std::move(known));
 }
 
-bool HoldsFor(const KnownLayout& known, const std::string& node,
-              const v1::RegisterWorker& worker) {
-  auto it = known.node_index.find(node);
-  if (it == known.node_index.end()) return false;
+absl::optional<std::vector<uint32_t>> NeededBuckets(
+    const KnownLayout& known, const v1::RegisterWorker& worker) {
   const schedule::Catalog& catalog = known.layout.catalog;
-  std::vector<std::vector<schedule::Box>> held(catalog.size());
-  for (const v1::LayoutWorker& other : known.define.workers()) {
-    if (other.node() != it->second) continue;
-    for (const v1::OrdinalBox& box : other.boxes()) {
-      const schedule::Param& param = catalog.param(box.ordinal());
-      auto parsed =
-          BoxFromProto(box.has_box(), box.box(), param.shape, param.name);
-      if (parsed.ok()) held[box.ordinal()].push_back(*std::move(parsed));
-    }
-  }
+  if (!CheckWanted(catalog, worker).ok()) return absl::nullopt;
+  std::vector<std::vector<schedule::Box>> wanted(catalog.size());
   for (const v1::WantedTensor& tensor : worker.tensors()) {
-    const absl::optional<uint32_t> ordinal = catalog.Find(tensor.name());
-    if (!ordinal.has_value()) return false;
-    const schedule::Param& param = catalog.param(*ordinal);
+    const uint32_t ordinal = *catalog.Find(tensor.name());
+    const schedule::Param& param = catalog.param(ordinal);
     auto box = BoxFromProto(tensor.has_box(), tensor.box(), param.shape,
                             tensor.name());
-    if (!box.ok() || !Covered(*box, held[*ordinal])) return false;
+    if (!box.ok()) return absl::nullopt;
+    wanted[ordinal].push_back(*std::move(box));
   }
-  return true;
+  std::vector<uint32_t> buckets;
+  for (uint32_t b = 0; b < known.layout.plan.bucket_count(); ++b) {
+    const auto pieces = known.layout.plan.pieces(b);
+    const bool needed = std::any_of(
+        pieces.begin(), pieces.end(), [&](const schedule::Piece& piece) {
+          const auto& boxes = wanted[piece.ordinal];
+          schedule::Box part;
+          return std::any_of(
+              boxes.begin(), boxes.end(), [&](const schedule::Box& box) {
+                return schedule::Intersect(piece.box, box, &part);
+              });
+        });
+    if (needed) buckets.push_back(b);
+  }
+  return buckets;
 }
 
 std::vector<int32_t> AvoidEdges(

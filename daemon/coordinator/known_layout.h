@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/optional.h"
 #include "daemon/node/layouts.h"
 #include "schedule/route.h"
 #include "weightsync/v1/node.pb.h"
@@ -38,10 +39,10 @@ struct KnownLayout {
 absl::StatusOr<std::shared_ptr<const KnownLayout>> MakeKnownLayout(
     v1::DefineLayout define);
 
-// Whether the buckets that `node` receives in this layout have all that the
-// worker wants: then an update that is whole there can be applied to it.
-bool HoldsFor(const KnownLayout& known, const std::string& node,
-              const v1::RegisterWorker& worker);
+// The buckets that have all that the worker wants, ascending; nullopt when it
+// wants what the catalog does not have.
+absl::optional<std::vector<uint32_t>> NeededBuckets(
+    const KnownLayout& known, const v1::RegisterWorker& worker);
 
 struct FlowOptions {
   // By node of the layout.

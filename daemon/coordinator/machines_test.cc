@@ -106,6 +106,56 @@ TEST_F(ReplicaMachineTest, AReleaseWhileItPausesResumesAtOnce) {
   EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, resume)), IsEmpty());
 }
 
+// Found by tests/chaos/simulation: the worker of a replica was lost while it
+// installed, its update went on without it, and a later pause, for a newer
+// update, had the older one applied first.
+TEST_F(ReplicaMachineTest, WhatALostReplicaShouldHaveHadIsNotInstalledLater) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  ReplicaEvent left = Event(ReplicaEvent::kWorkerLeft);
+  left.worker = 1;
+  EXPECT_THAT(Step(left), ElementsAre(R::kLeft));
+  Step(Event(ReplicaEvent::kRelease));
+  ReplicaEvent joined = Event(ReplicaEvent::kWorkerJoined);
+  joined.worker = 1;
+  joined.content = WorkerContent();
+  EXPECT_THAT(Step(joined), ElementsAre(R::kComplete));
+  ReplicaEvent newer = Event(ReplicaEvent::kHold);
+  newer.holder = Holder{Holder::kUpdate, 8};
+  for (const R::Kind kind : Step(newer)) EXPECT_NE(kind, R::kSendApply);
+  if (!last_.empty() && last_.back().kind == R::kSendPause) {
+    EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_.back().command)),
+                ElementsAre(R::kPausedNow));
+  }
+}
+
+// Found by tests/chaos/simulation: a pause hook was still running, or had
+// failed, when the control stream broke; the engine registered as "not
+// running", was believed to stand still, and was written into while it
+// generated.
+TEST_F(ReplicaMachineTest,
+       AnEngineThatComesBackPausedIsAskedBeforeItIsWritten) {
+  ReplicaEvent left = Event(ReplicaEvent::kControlLeft);
+  EXPECT_THAT(Step(left), ElementsAre(R::kLeft));
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kInstall));
+  ReplicaEvent joined = Event(ReplicaEvent::kControlJoined);
+  joined.paused = true;
+  Step(joined);
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendPause));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_[0].command)),
+              ElementsAre(R::kPausedNow, R::kSendApply, R::kSendApply));
+}
+
+TEST_F(ReplicaMachineTest, AnEngineThatComesBackPausedForNobodyIsResumed) {
+  Step(Event(ReplicaEvent::kControlLeft));
+  ReplicaEvent joined = Event(ReplicaEvent::kControlJoined);
+  joined.paused = true;
+  Step(joined);
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
+}
+
 TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
   Step(Event(ReplicaEvent::kHold));
   const int64_t pause = last_[0].command;
@@ -189,6 +239,97 @@ TEST_F(ReplicaMachineTest, AnEngineThatForgotItsResumeIsResumedAgain) {
   EXPECT_THAT(Step(ReplicaEvent()), IsEmpty());
   now_ += absl::Seconds(1);
   EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
+}
+
+TEST_F(ReplicaMachineTest, WhatWasInFlightWhenAnInstallWasGivenUpIsAMix) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  Step(Event(ReplicaEvent::kForget));
+  // Nobody has said what the two applies left behind: it is not resumed.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  EXPECT_THAT(Step(Applied(0, first)), IsEmpty());
+  EXPECT_THAT(Step(Applied(1, first + 1)), ElementsAre(R::kSendResume));
+  EXPECT_EQ(last_[0].update, 7);
+}
+
+TEST_F(ReplicaMachineTest, AFenceDoesNotForgetWhoMayStillBeWriting) {
+  timeouts_.apply_attempts = 1;
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t first = last_[0].command;
+  // Worker 0 could not begin, worker 1 has not answered.
+  ReplicaEvent untouched = Failed(Applied(0, first));
+  untouched.content = WorkerContent();
+  EXPECT_THAT(Step(untouched), ElementsAre(R::kFenced));
+  EXPECT_FALSE(state_.Servable());
+  Step(Event(ReplicaEvent::kForget));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  ReplicaEvent mixed = Failed(Applied(1, first + 1));
+  EXPECT_THAT(Step(mixed), IsEmpty());
+  EXPECT_FALSE(state_.Servable());
+}
+
+TEST_F(ReplicaMachineTest, APauseOfNoneStopsNobodyUntilSomebodyElseHolds) {
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder.pause = PauseKind::kNone;
+  EXPECT_THAT(Step(hold), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].pause, PauseKind::kNone);
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_[0].command)),
+              ElementsAre(R::kPausedNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kInstall)),
+              ElementsAre(R::kSendApply, R::kSendApply));
+  const int64_t first = last_[0].command;
+  // They differ for a moment: that is what building beside means.
+  EXPECT_THAT(Step(Applied(0, first)), IsEmpty());
+  EXPECT_TRUE(state_.PausedForAll());
+  ReplicaEvent by_hand = Event(ReplicaEvent::kHold);
+  by_hand.holder = Holder{Holder::kOperator, 0, PauseKind::kAbort};
+  EXPECT_THAT(Step(by_hand), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].pause, PauseKind::kAbort);
+  EXPECT_FALSE(state_.PausedForAll());
+}
+
+TEST_F(ReplicaMachineTest, AMixThatWasBuiltBesideIsPausedInEarnestAtTheEnd) {
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder.pause = PauseKind::kNone;
+  Step(hold);
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  Step(Applied(0, last_[0].command));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)),
+              ElementsAre(R::kStillHeld, R::kSendPause));
+  EXPECT_EQ(last_[1].pause, PauseKind::kDrain);
+}
+
+TEST_F(ReplicaMachineTest, AMixIsNotLetOffWithAPauseOfNone) {
+  ReplicaEvent content = Event(ReplicaEvent::kContent);
+  content.worker = 1;
+  content.content = WorkerContent{Content::kWriting, 9};
+  EXPECT_THAT(Step(content), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].pause, PauseKind::kDrain);
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder.pause = PauseKind::kNone;
+  EXPECT_THAT(Step(hold), IsEmpty());
+  EXPECT_EQ(state_.pause, PauseKind::kDrain);
+}
+
+TEST_F(ReplicaMachineTest, WhatIsStreamedIntoCountsAsAMixUntilItSaysOtherwise) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kStreaming));
+  EXPECT_FALSE(state_.Servable());
+  // The update is aborted: the release does not resume it.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  // Nothing had been written.
+  ReplicaEvent content = Event(ReplicaEvent::kContent);
+  content.content = WorkerContent();
+  EXPECT_THAT(Step(content), IsEmpty());
+  content.worker = 1;
+  EXPECT_THAT(Step(content), ElementsAre(R::kSendResume));
+  EXPECT_FALSE(last_[0].weights_changed);
 }
 
 // ---- One update ----
@@ -326,6 +467,138 @@ TEST_F(UpdateMachineTest, SilenceWhileMovingIsNoticed) {
   EXPECT_THAT(state_.fault.message, ::testing::HasSubstr("n1, n2"));
 }
 
+TEST_F(UpdateMachineTest, RollingHoldsAsManyAsItMay) {
+  config_.max_unavailable = 1;
+  state_.replicas.resize(3);
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  for (int i = 0; i < 2; ++i) Step(E::kNodeVerified, i);
+  auto actions = Step(E::kNodeVerified, 2);
+  // The decision comes first, then one replica is held.
+  EXPECT_TRUE(state_.committed);
+  EXPECT_EQ(Count(actions, U::kCommit), 1);
+  EXPECT_EQ(Count(actions, U::kHold), 1);
+  EXPECT_EQ(Count(Step(E::kReplicaPaused, 0), U::kInstall), 1);
+  EXPECT_EQ(Count(Step(E::kReplicaInstalled, 0), U::kRelease), 1);
+  // The second's turn comes when the first is back, and one that cannot pause
+  // holds nobody up.
+  actions = Step(E::kReplicaResumed, 0);
+  EXPECT_EQ(Count(actions, U::kHold), 1);
+  actions = Step(E::kReplicaPauseFailed, 1, absl::StatusCode::kInternal);
+  EXPECT_EQ(Count(actions, U::kRelease), 1);
+  EXPECT_EQ(Count(actions, U::kHold), 1);
+  EXPECT_EQ(state_.replicas[1].stage, UpdateReplica::kLeft);
+  Step(E::kReplicaPaused, 2);
+  Step(E::kReplicaFenced, 2, absl::StatusCode::kInternal);
+  EXPECT_EQ(state_.phase, UpdatePhase::kActive);
+}
+
+TEST_F(UpdateMachineTest, StreamPausesBeforeItMoves) {
+  config_.stream = true;
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  EXPECT_EQ(state_.phase, UpdatePhase::kPausing);
+  Step(E::kReplicaPaused, 0);
+  auto actions = Step(E::kReplicaPaused, 1);
+  EXPECT_EQ(actions[0].kind, U::kStreamBegin);
+  EXPECT_EQ(Count(actions, U::kMove), 3);
+  EXPECT_EQ(state_.phase, UpdatePhase::kMoving);
+  // A new route does not begin it again.
+  Step(E::kNodeVerified, 1, absl::StatusCode::kUnavailable);
+  Prepare();
+  EXPECT_EQ(state_.phase, UpdatePhase::kMoving);
+  for (int i = 0; i < 2; ++i) Step(E::kNodeVerified, i);
+  actions = Step(E::kNodeVerified, 2);
+  EXPECT_EQ(actions[0].kind, U::kCommit);
+  EXPECT_EQ(Count(actions, U::kInstall), 2);
+}
+
+TEST_F(UpdateMachineTest, StreamThatLosesANodeWhileItPausesIsRoutedAnew) {
+  config_.stream = true;
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  Step(E::kReplicaPaused, 0);
+  const auto lost = Step(E::kNodeLost, 2, absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Count(lost, U::kPrepare), 2);
+  Step(E::kReplicaLeft, 1, absl::StatusCode::kUnavailable);
+  Prepare();
+  EXPECT_TRUE(state_.stream_begun);
+  EXPECT_EQ(state_.phase, UpdatePhase::kMoving);
+}
+
+TEST_F(UpdateMachineTest, SourcesInPlaceAreHeldUntilTheirBytesAreElsewhere) {
+  config_.in_place = true;
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  for (int i = 0; i < 2; ++i) Step(E::kNodeVerified, i);
+  EXPECT_FALSE(state_.sources_released);
+  const auto actions = Step(E::kNodeVerified, 2);
+  EXPECT_EQ(Count(actions, U::kReleaseSources), 1);
+  EXPECT_EQ(actions[0].kind, U::kReleaseSources);
+  Step(E::kRankLost, 0, absl::StatusCode::kAborted);
+  EXPECT_EQ(state_.phase, UpdatePhase::kPausing);
+}
+
+TEST_F(UpdateMachineTest, ARankInPlaceThatIsLostBeforeThatAborts) {
+  config_.in_place = true;
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  Step(E::kNodeVerified, 1);
+  Step(E::kRankLost, 0, absl::StatusCode::kAborted);
+  EXPECT_EQ(state_.phase, UpdatePhase::kAborted);
+}
+
+TEST_F(UpdateMachineTest, StreamInPlaceReleasesItsSourcesAtTheCommit) {
+  config_.in_place = true;
+  config_.stream = true;
+  Step(E::kRankArrived);
+  Step(E::kRankCopied);
+  Prepare();
+  Step(E::kReplicaPaused, 0);
+  Step(E::kReplicaPaused, 1);
+  for (int i = 0; i < 2; ++i) Step(E::kNodeVerified, i);
+  const auto actions = Step(E::kNodeVerified, 2);
+  EXPECT_EQ(actions[0].kind, U::kCommit);
+  EXPECT_EQ(actions[1].kind, U::kReleaseSources);
+}
+
+TEST_F(UpdateMachineTest, BehindAnOlderOneItGathersAndWaits) {
+  state_.blocked = true;
+  Step(E::kRankCopied);
+  EXPECT_THAT(Step(E::kRankArrived), IsEmpty());
+  EXPECT_EQ(Count(Step(E::kUnblocked), U::kPrepare), 3);
+}
+
+TEST_F(UpdateMachineTest, BehindAnOlderOneItDoesNotWaitForEver) {
+  state_.blocked = true;
+  Step(E::kRankCopied);
+  Step(E::kRankArrived);
+  now_ += config_.queue_timeout - absl::Seconds(1);
+  Step(E::kTick);
+  EXPECT_EQ(state_.phase, UpdatePhase::kGathering);
+  now_ += absl::Seconds(1);
+  Step(E::kTick);
+  EXPECT_EQ(state_.fault.reason, "QUEUE_TIMEOUT");
+}
+
+TEST_F(UpdateMachineTest, LatestMovesBehindTheOlderOneAndSaysWhenItIsComplete) {
+  state_.blocked = true;
+  config_.latest = true;
+  Step(E::kRankCopied);
+  EXPECT_EQ(Count(Step(E::kRankArrived), U::kPrepare), 3);
+  Prepare();
+  for (int i = 0; i < 2; ++i) Step(E::kNodeVerified, i);
+  const auto actions = Step(E::kNodeVerified, 2);
+  EXPECT_EQ(Count(actions, U::kAtBarrier), 1);
+  EXPECT_EQ(Count(actions, U::kHold), 0);
+  EXPECT_EQ(Count(Step(E::kUnblocked), U::kHold), 2);
+}
+
 // ---- Calls and publishes ----
 
 class PublishBookTest : public ::testing::Test {
@@ -417,11 +690,34 @@ TEST_F(PublishBookTest, APublishWithNobodyLeftHasNotBeen) {
   EXPECT_EQ(book_.newest_index(), 0);
 }
 
-TEST_F(PublishBookTest, RanksThatWantOtherNumbersAreTold) {
+TEST_F(PublishBookTest, RanksThatWantOtherNumbersAreAllTold) {
   Call(0, 7);
-  EXPECT_EQ(Call(1, 8).fault.reason, "OPTIONS_DISAGREE");
   EXPECT_EQ(Call(1, -1).fault.reason, "VERSION_INVALID");
-  EXPECT_EQ(Call(1, 7).kind, D::kWait);
+  const D told = Call(1, 8);
+  EXPECT_EQ(told.kind, D::kDisagree);
+  EXPECT_EQ(told.fault.reason, "OPTIONS_DISAGREE");
+  EXPECT_EQ(told.told.size(), 2u);
+  // Both are free to come again, whatever they say.
+  EXPECT_EQ(book_.pending(), nullptr);
+  EXPECT_EQ(Call(0, 8).kind, D::kWait);
+  EXPECT_EQ(Call(1, 8).kind, D::kWait);
+}
+
+TEST_F(PublishBookTest, WhoWaitsAloneMayChangeHisMind) {
+  Call(0, 7);
+  EXPECT_TRUE(Call(0, 9).replaced.has_value());
+  EXPECT_EQ(book_.Open("a").version, 9);
+}
+
+TEST_F(PublishBookTest, AnOpenPublishThatIsDisagreedAboutIsOverForEverybody) {
+  Call(0, 7);
+  book_.Open("a");
+  const D told = Call(1, 8);
+  EXPECT_EQ(told.kind, D::kDisagree);
+  EXPECT_EQ(told.update_id, "a");
+  book_.End("a", told.fault);
+  EXPECT_EQ(Call(1, 8).kind, D::kWait);
+  EXPECT_EQ(Call(0, 8).kind, D::kWait);
 }
 
 }  // namespace

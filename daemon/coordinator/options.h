@@ -30,6 +30,13 @@ struct CoordinatorOptions {
   // How long a publish waits for missing ranks or for the update before it.
   absl::Duration publish_timeout = absl::Seconds(120);
 
+  // A replica's node whose coordinator is away for this long between pause and
+  // commit may give the pause up, when all workers of the replica are its own.
+  absl::Duration barrier_timeout = absl::Seconds(30);
+  // How long an operator's call (pause, rollback, release, verify) waits at
+  // most; what it asked for goes on.
+  absl::Duration operation_timeout = absl::Minutes(10);
+
   absl::Duration heartbeat_interval = absl::Seconds(1);
   absl::Duration heartbeat_timeout = absl::Seconds(5);
   // A node whose stream broke is lost, with all that it held, after this long.

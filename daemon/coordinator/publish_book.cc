@@ -20,14 +20,6 @@ const Publish* PublishBook::pending() const {
   return last.state == Publish::kPending ? &last : nullptr;
 }
 
-const Publish* PublishBook::open() const {
-  for (auto it = publishes_.rbegin(); it != publishes_.rend(); ++it) {
-    if (it->state == Publish::kOpen) return &*it;
-    if (it->state != Publish::kPending) return nullptr;
-  }
-  return nullptr;
-}
-
 Fault PublishBook::ForgottenFault(int64_t index) const {
   return Fault(absl::StatusCode::kAborted, "UPDATE_ABORTED",
                absl::StrCat("publish ", index,
@@ -91,18 +83,49 @@ PublishBook::Decision PublishBook::Refuse(Fault fault, int64_t index) const {
   return decision;
 }
 
+PublishBook::Decision PublishBook::Disagree(Publish* publish,
+                                            const PublishCall& call,
+                                            const std::string& what) {
+  Decision decision;
+  decision.kind = Decision::kDisagree;
+  decision.fault = Fault(
+      absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
+      absl::StrCat("rank ", call.rank, " gives ", what,
+                   " for the same publish; give the same on all ranks and "
+                   "publish again"));
+  decision.publish_index = publish->index;
+  publish->disagreed = true;
+  last_[call.rank] = publish->index;
+  if (publish->state == Publish::kOpen) {
+    decision.update_id = publish->update_id;
+  } else {
+    publish->state = Publish::kFailed;
+    publish->fault = decision.fault;
+    decision.told = std::move(publish->waiting);
+    publish->waiting.clear();
+    for (const PublishCall& other : decision.told) {
+      last_[other.rank] = publish->index;
+    }
+  }
+  decision.told.push_back(call);
+  return decision;
+}
+
 PublishBook::Decision PublishBook::Enter(Publish* publish,
                                          const PublishCall& call) {
-  if (call.options != publish->options || call.step != publish->step) {
-    return Refuse(Fault(
-        absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
-        absl::StrCat("rank ", call.rank,
-                     call.step != publish->step
-                         ? absl::StrCat(" says step ", call.step,
-                                        ", the others say step ", publish->step)
-                         : std::string(" gives other options than the "
-                                       "other ranks"),
-                     " for the same publish")));
+  if (publish->waiting.size() == 1 && publish->waiting[0].rank == call.rank) {
+    publish->step = call.step;
+    publish->options = call.options;
+  }
+  if (call.step != publish->step) {
+    return Disagree(
+        publish, call,
+        absl::StrCat("step ", call.step, ", the others step ", publish->step));
+  }
+  if (call.options != publish->options) {
+    return Disagree(publish, call,
+                    absl::StrCat("options {", call.options, "}, the others {",
+                                 publish->options, "}"));
   }
   Decision decision;
   decision.publish_index = publish->index;
@@ -141,11 +164,26 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
       last_[call.rank] = index;
       return Refuse(ForgottenFault(index), index);
     }
-    if (call.version != 0) {
+    const bool ended =
+        publish->state == Publish::kDone || publish->state == Publish::kFailed;
+    if (call.version != 0 && !publish->disagreed) {
       const int64_t its = publish->version != 0 ? publish->version
                           : publish->state == Publish::kPending ? next_version()
                                                                 : 0;
-      if (its != call.version) continue;
+      if (its != call.version) {
+        if (ended) continue;
+        if (publish->waiting.size() == 1 &&
+            publish->waiting[0].rank == call.rank &&
+            (call.version > floor_ ||
+             (call.version == floor_ && floor_aborted_))) {
+          // It was alone, and has changed its mind.
+          publish->version = call.version;
+          return Enter(publish, call);
+        }
+        return Disagree(publish, call,
+                        absl::StrCat("version ", call.version,
+                                     ", the others version ", its));
+      }
     }
     switch (publish->state) {
       case Publish::kDone:
@@ -154,7 +192,7 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
       case Publish::kFailed: {
         last_[call.rank] = index;
         Fault fault = publish->fault;
-        fault.code = absl::StatusCode::kAborted;
+        if (!publish->disagreed) fault.code = absl::StatusCode::kAborted;
         return Refuse(std::move(fault), index);
       }
       case Publish::kOpen:
@@ -169,15 +207,6 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
         absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
         absl::StrCat("version ", call.version, " is not above version ", floor_,
                      ", the highest accepted; publish a higher one, or 0")));
-  }
-  if (pending() != nullptr) {
-    const Publish& other = *pending();
-    return Refuse(Fault(
-        absl::StatusCode::kInvalidArgument, "OPTIONS_DISAGREE",
-        absl::StrCat("rank ", call.rank, " publishes version ", call.version,
-                     " while rank ", other.waiting.front().rank,
-                     " waits to publish version ",
-                     other.version != 0 ? other.version : next_version())));
   }
   Publish publish;
   publish.index = ++newest_index_;
@@ -204,6 +233,12 @@ Publish PublishBook::Open(const std::string& update_id) {
   }
   publish.waiting.clear();
   return copy;
+}
+
+void PublishBook::RaiseFloor(int64_t version) {
+  if (version <= floor_) return;
+  floor_ = version;
+  floor_aborted_ = false;
 }
 
 void PublishBook::End(const std::string& update_id, const Fault& fault) {

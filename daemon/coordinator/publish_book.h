@@ -14,7 +14,11 @@
 //   FAILED   its update was aborted, or it never became one (the wait was too
 //            long). A rank that comes later is told so, once; it does not open
 //            a new one with that call. Only its next call may.
-// There is at most one PENDING publish and at most one OPEN one, before it.
+// There is at most one PENDING publish, the last; before it the OPEN ones.
+//
+// Ranks that give different versions, steps or options for one publish end it:
+// it FAILS with OPTIONS_DISAGREE for all of them, each rank's next call to it
+// being told so whatever that call names, and then all are free to call again.
 //
 // A rank that registers anew takes part in nothing that was opened before.
 
@@ -61,6 +65,8 @@ struct Publish {
   // While PENDING, one per rank.
   std::vector<PublishCall> waiting;
   Fault fault;
+  // Its ranks said different things.
+  bool disagreed = false;
 };
 
 class PublishBook {
@@ -81,6 +87,9 @@ class PublishBook {
       kWait,    // answered by Open or Expire
       kJoin,    // the open update `update_id`
       kRefuse,  // `fault`
+      // The publish ends with `fault`: for `told` (this call among them), and,
+      // where it is open, for the update `update_id`.
+      kDisagree,
     };
     Kind kind = kWait;
     Fault fault;
@@ -89,16 +98,16 @@ class PublishBook {
     std::string update_id;
     // A call of the same rank that waited, and does not any more.
     absl::optional<PublishCall> replaced;
+    std::vector<PublishCall> told;
   };
   Decision OnCall(const PublishCall& call, absl::Time now,
                   absl::Duration patience);
 
   // The publish that waits; null: none. Owned by the book.
   const Publish* pending() const;
-  const Publish* open() const;
 
   // PENDING -> OPEN under `update_id`. Its version is settled and becomes the
-  // floor. Answers `waiting` once more. REQUIRES: pending(), no open().
+  // floor. Answers `waiting` once more. REQUIRES: pending().
   Publish Open(const std::string& update_id);
   // OPEN -> DONE, or FAILED with the fault.
   void End(const std::string& update_id, const Fault& fault);
@@ -106,6 +115,9 @@ class PublishBook {
   // waits has to be told `fault`.
   absl::optional<Publish> Expire(absl::Time now, const Fault& fault,
                                  bool force = false);
+
+  // A higher version is known to be out (an adopted cluster's).
+  void RaiseFloor(int64_t version);
 
   int64_t floor() const { return floor_; }
   int64_t newest_index() const { return newest_index_; }
@@ -119,6 +131,8 @@ class PublishBook {
   Fault ForgottenFault(int64_t index) const;
   Decision Enter(Publish* publish, const PublishCall& call);
   Decision Refuse(Fault fault, int64_t index = 0) const;
+  Decision Disagree(Publish* publish, const PublishCall& call,
+                    const std::string& what);
 
   int64_t floor_ = 0;
   // The newest attempt at the floor was aborted: it may be tried again.

@@ -90,6 +90,9 @@ void Queries::FillCluster(v1::Cluster* cluster) const {
   cluster->set_term(core_.term_);
   *cluster->mutable_start_time() = ToProto(core_.start_time_);
   cluster->set_software_version(core_.options_.software_version);
+  if (!core_.lost_evidence_.empty()) {
+    *cluster->mutable_blocked() = ToProto(core_.LostFault());
+  }
 }
 
 absl::StatusOr<const ModelRun*> Queries::FindModel(
@@ -142,6 +145,7 @@ v1::Node Queries::ShowNode(const NodeRun& node) const {
   }
   out.set_trainer_rank_count(ranks);
   out.set_worker_count(workers);
+  out.set_draining(node.draining);
   return out;
 }
 
@@ -177,13 +181,18 @@ v1::Model Queries::ShowModel(const ModelRun& model) const {
   v1::Model out;
   out.set_name(model.name);
   out.set_floor_version(model.book.floor());
-  if (!model.committed.update_id.empty()) {
+  if (!model.commits.empty()) {
     out.set_active_version(
-        absl::StrCat(model.name, "/versions/", model.committed.version));
-    out.set_active_update_id(model.committed.update_id);
+        absl::StrCat(model.name, "/versions/", model.Newest().version));
+    out.set_active_update_id(model.Newest().update_id);
   }
-  if (model.running != nullptr) {
-    out.set_updating_version(model.running->record.name());
+  if (!model.held_update_id.empty()) {
+    const CommittedUpdate* held = model.FindCommit(model.held_update_id);
+    out.set_held_version(absl::StrCat(model.name, "/versions/",
+                                      held == nullptr ? 0 : held->version));
+  }
+  if (!model.updates.empty()) {
+    out.set_updating_version(model.updates[0]->record.name());
   }
   const ModelEntry* entry = core_.registry_.FindModel(model.name);
   if (entry == nullptr) return out;
@@ -260,14 +269,8 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
   out.set_state(StateOf(run));
   out.set_incarnation(run.incarnation);
   out.set_worker_count(static_cast<int32_t>(run.machine.workers.size()));
-  const auto version_of = [&](UpdateKey update) -> int64_t {
-    const std::string& update_id = core_.IdOf(update);
-    if (update_id == model.committed.update_id) return model.committed.version;
-    for (const v1::Version& version : model.ended) {
-      if (version.update_id() == update_id) return version.version();
-    }
-    const auto told = core_.told_versions_.find(update);
-    return told == core_.told_versions_.end() ? 0 : told->second;
+  const auto version_of = [&](UpdateKey update) {
+    return core_.Describe(model.name, update).version;
   };
   if (run.machine.Servable() &&
       run.machine.workers[0].content.kind == Content::kInstalled) {
@@ -308,14 +311,27 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
     }
   }
   for (const Holder& holder : run.machine.holders) {
-    out.add_pause_holders(
-        absl::StrCat(holder.kind == Holder::kUpdate ? "update/" : "install/",
-                     core_.IdOf(holder.update)));
+    switch (holder.kind) {
+      case Holder::kUpdate:
+        out.add_pause_holders(
+            absl::StrCat("update/", core_.IdOf(holder.update)));
+        break;
+      case Holder::kInstall:
+        out.add_pause_holders(
+            absl::StrCat("install/", core_.IdOf(holder.update)));
+        break;
+      case Holder::kOperator:
+        out.add_pause_holders("operator");
+        break;
+      case Holder::kIsolation:
+        out.add_pause_holders("isolation");
+        break;
+    }
   }
-  if (!model.committed.update_id.empty()) {
-    auto key = core_.keys_.find(model.committed.update_id);
-    out.set_behind(key != core_.keys_.end() && run.machine.Complete() &&
-                   !run.machine.InstalledEverywhere(key->second));
+  if (!model.commits.empty()) {
+    const UpdateKey newest = core_.FindKey(model.Newest().update_id);
+    out.set_behind(run.machine.Complete() &&
+                   !run.machine.InstalledEverywhere(newest));
   }
   for (const v1::ReplicaTimes& times : run.history) {
     *out.add_history() = times;
@@ -385,8 +401,8 @@ v1::Version Queries::ShowRunning(const UpdateRun& update,
 std::vector<v1::Version> Queries::Versions(const ModelRun& model,
                                            absl::Time now) const {
   std::vector<v1::Version> versions;
-  if (model.running != nullptr) {
-    versions.push_back(ShowRunning(*model.running, now));
+  for (auto it = model.updates.rbegin(); it != model.updates.rend(); ++it) {
+    versions.push_back(ShowRunning(**it, now));
   }
   versions.insert(versions.end(), model.ended.rbegin(), model.ended.rend());
   return versions;

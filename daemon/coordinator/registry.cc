@@ -48,7 +48,7 @@ Fault BadModelName(absl::string_view model) {
 bool ReplicaEntry::Complete() const {
   return control && !workers.empty() &&
          std::all_of(workers.begin(), workers.end(),
-                     [](const WorkerEntry& w) { return w.present; });
+                     [](const WorkerEntry& w) { return w.present && w.ready; });
 }
 
 bool ReplicaEntry::Empty() const {
@@ -211,12 +211,13 @@ Fault Registry::Fit(ModelEntry* model, std::vector<Refusal>* refusals) {
   FittedCatalog fitted;
   Fault fault = FitCatalog(ranks, &fitted);
   if (!fault.ok()) return fault;
-  if (model->catalog != nullptr &&
-      model->catalog->digest() == fitted.catalog->digest()) {
-    return Fault();
+  if (model->catalog == nullptr ||
+      model->catalog->digest() != fitted.catalog->digest()) {
+    model->catalog = std::move(fitted.catalog);
+    model->parameters = std::move(fitted.parameters);
   }
-  model->catalog = std::move(fitted.catalog);
-  model->parameters = std::move(fitted.parameters);
+  // Also where it is the same: some came while no trainer was whole, and were
+  // not checked.
   for (const auto& entry : model->replicas) {
     const ReplicaEntry& replica = entry.second;
     for (size_t i = 0; i < replica.workers.size(); ++i) {
@@ -300,12 +301,14 @@ Fault Registry::JoinReplica(const std::string& node,
 }
 
 Fault Registry::JoinWorker(const std::string& node,
-                           const v1::RegisterWorker& registration,
+                           const v1::RegisterWorker& registration, bool ready,
                            bool* is_new) {
   int64_t bytes = 0;
   Fault fault = CheckTensors(registration, &bytes);
   const ModelEntry* model = FindModel(registration.model());
-  if (fault.ok() && model != nullptr && model->catalog != nullptr) {
+  // A trainer with another catalog may be on its way where none is whole.
+  if (fault.ok() && model != nullptr && model->catalog != nullptr &&
+      model->Publishable()) {
     fault = CheckWanted(*model->catalog, registration);
   }
   if (fault.ok() &&
@@ -325,6 +328,7 @@ Fault Registry::JoinWorker(const std::string& node,
   if (!fault.ok()) return fault;
   WorkerEntry& worker = replica->workers[registration.worker_index()];
   worker.present = true;
+  worker.ready = ready;
   worker.node = node;
   worker.registration = registration;
   worker.tensor_bytes = bytes;
@@ -335,8 +339,8 @@ Fault Registry::CheckReplica(const std::string& model,
                              const std::string& replica) const {
   const ModelEntry* entry = FindModel(model);
   const ReplicaEntry* found = FindReplica(model, replica);
-  if (found == nullptr || entry->catalog == nullptr || !found->Complete() ||
-      found->registration.partial()) {
+  if (found == nullptr || entry->catalog == nullptr || !entry->Publishable() ||
+      !found->Complete() || found->registration.partial()) {
     return Fault();
   }
   std::vector<const v1::RegisterWorker*> workers;

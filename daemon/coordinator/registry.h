@@ -42,6 +42,8 @@ struct RankEntry {
 
 struct WorkerEntry {
   bool present = false;
+  // Its node has room for what it wants.
+  bool ready = false;
   std::string node;
   v1::RegisterWorker registration;
   int64_t tensor_bytes = 0;
@@ -101,7 +103,8 @@ class Registry {
   Fault JoinReplica(const std::string& node,
                     const v1::RegisterReplica& registration, bool* is_new);
   Fault JoinWorker(const std::string& node,
-                   const v1::RegisterWorker& registration, bool* is_new);
+                   const v1::RegisterWorker& registration, bool ready,
+                   bool* is_new);
   // REPLICA_INCOMPLETE, when it is complete and leaves parameters out.
   Fault CheckReplica(const std::string& model,
                      const std::string& replica) const;

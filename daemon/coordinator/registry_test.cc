@@ -87,7 +87,7 @@ class RegistryTest : public ::testing::Test {
   }
   std::string Join(const v1::RegisterWorker& worker) {
     bool is_new;
-    fault_ = registry_.JoinWorker("n", worker, &is_new);
+    fault_ = registry_.JoinWorker("n", worker, true, &is_new);
     return fault_.reason;
   }
   std::string Join(const v1::RegisterReplica& control) {

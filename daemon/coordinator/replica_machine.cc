@@ -37,6 +37,27 @@ bool ReplicaState::HeldBy(const Holder& holder) const {
   return std::find(holders.begin(), holders.end(), holder) != holders.end();
 }
 
+PauseKind ReplicaState::WantedPause() const {
+  if (fenced) return PauseKind::kDrain;
+  const bool beside =
+      engine == EngineState::kPaused && pause == PauseKind::kNone;
+  PauseKind wanted = PauseKind::kDrain;
+  for (const Holder& holder : holders) {
+    wanted = holder.pause;
+    if (wanted != PauseKind::kNone) return wanted;
+  }
+  // While workers build beside they differ; before they began they must not.
+  if (wanted == PauseKind::kNone && !beside && !Servable()) {
+    return PauseKind::kDrain;
+  }
+  return wanted;
+}
+
+bool ReplicaState::PausedForAll() const {
+  return control && engine == EngineState::kPaused &&
+         (pause != PauseKind::kNone || WantedPause() == PauseKind::kNone);
+}
+
 namespace {
 
 class Stepper {
@@ -48,6 +69,9 @@ class Stepper {
     const bool was_complete = s_.Complete();
     Take(event);
     if (was_complete && !s_.Complete()) {
+      // Whoever wanted something installed gives that up with the replica; when
+      // it is back, what it shall have then is decided anew.
+      ForgetTarget();
       Say(ReplicaAction::kLeft, s_.fault);
     } else if (!was_complete && s_.Complete()) {
       // What is wanted of it is decided now that it is known.
@@ -65,12 +89,21 @@ class Stepper {
         s_.control = true;
         s_.command = 0;
         s_.fenced = false;
-        // An engine that says it runs is believed; one that stands still may
-        // have been paused by a coordinator that is no more.
-        s_.engine = event.paused ? EngineState::kPaused : EngineState::kRunning;
+        s_.pause = PauseKind::kDrain;
+        // An engine that says it runs is believed. One that says it stands
+        // still may be in the middle of a hook, or have failed in one: before
+        // anything is written it is asked to pause once more, which costs one
+        // that does stand still nothing.
         if (event.paused) {
+          s_.engine = EngineState::kDoubtful;
+          s_.deadline = now_;
           s_.served_known = false;
-          if (!s_.holders.empty()) Say(ReplicaAction::kPausedNow);
+        } else {
+          const bool resumed = s_.engine == EngineState::kResuming ||
+                               s_.engine == EngineState::kUnresumed;
+          s_.engine = EngineState::kRunning;
+          // The answer was lost with the stream.
+          if (resumed) Say(ReplicaAction::kResumedNow);
         }
         return;
       case ReplicaEvent::kControlLeft:
@@ -130,14 +163,21 @@ class Stepper {
         return;
       case ReplicaEvent::kHold:
         if (!s_.HeldBy(event.holder)) s_.holders.push_back(event.holder);
-        if (s_.engine == EngineState::kPaused && s_.control) {
-          Say(ReplicaAction::kPausedNow);
-        }
+        if (s_.PausedForAll()) Say(ReplicaAction::kPausedNow);
         return;
       case ReplicaEvent::kRelease:
         s_.holders.erase(
             std::remove(s_.holders.begin(), s_.holders.end(), event.holder),
             s_.holders.end());
+        // What it was held for is not wanted any more either, if it is not
+        // there.
+        if (s_.target != 0 && s_.target == event.holder.update &&
+            std::none_of(s_.holders.begin(), s_.holders.end(),
+                         [&](const Holder& holder) {
+                           return holder.update == s_.target;
+                         })) {
+          ForgetTarget();
+        }
         if (!s_.holders.empty() || !s_.Servable()) {
           Say(ReplicaAction::kStillHeld);
         } else if (s_.engine == EngineState::kRunning) {
@@ -146,6 +186,7 @@ class Stepper {
         return;
       case ReplicaEvent::kInstall:
         if (s_.target != event.update || s_.fenced) {
+          ForgetTarget();
           s_.target = event.update;
           s_.fenced = false;
           for (ReplicaWorker& worker : s_.workers) {
@@ -157,10 +198,24 @@ class Stepper {
         CheckInstalled();
         return;
       case ReplicaEvent::kForget:
-        s_.target = 0;
+        ForgetTarget();
         s_.fenced = false;
-        for (ReplicaWorker& worker : s_.workers) worker.command = 0;
         return;
+      case ReplicaEvent::kStreaming:
+        for (ReplicaWorker& worker : s_.workers) {
+          if (!worker.present) continue;
+          worker.content = WorkerContent{Content::kWriting, event.update};
+          worker.command = 0;
+          worker.first_command = s_.next_command;
+        }
+        return;
+      case ReplicaEvent::kContent: {
+        ReplicaWorker& worker = s_.workers[event.worker];
+        if (!worker.present) return;
+        worker.content = event.content;
+        CheckInstalled();
+        return;
+      }
       case ReplicaEvent::kFence:
         Fence(event.fault);
         return;
@@ -170,9 +225,22 @@ class Stepper {
     }
   }
 
+  void ForgetTarget() {
+    DoubtInFlight();
+    s_.target = 0;
+  }
+
   void Applied(const ReplicaEvent& event) {
     ReplicaWorker& worker = s_.workers[event.worker];
-    if (!worker.present || s_.target == 0 || event.update != s_.target) return;
+    if (!worker.present) return;
+    if (s_.target == 0 || event.update != s_.target) {
+      // Of an install that was given up: what it left is the worker's word.
+      if (worker.command != 0 && event.command == worker.command) {
+        worker.content = event.content;
+        worker.command = 0;
+      }
+      return;
+    }
     const WorkerContent wanted{Content::kInstalled, s_.target};
     if (worker.content == wanted) return;  // said before
     const bool current =
@@ -205,6 +273,15 @@ class Stepper {
     s_.target = 0;
   }
 
+  // Who was told to install and has not answered may be writing: it counts as a
+  // mix until its word comes.
+  void DoubtInFlight() {
+    for (ReplicaWorker& worker : s_.workers) {
+      if (worker.command == 0) continue;
+      worker.content = WorkerContent{Content::kWriting, s_.target};
+    }
+  }
+
   void ApplyFailed(int index, const Fault& fault) {
     if (s_.workers[index].attempts >= timeouts_.apply_attempts) {
       Fence(fault);
@@ -218,7 +295,7 @@ class Stepper {
     if (s_.fenced) return;
     s_.fenced = true;
     s_.fault = fault;
-    for (ReplicaWorker& worker : s_.workers) worker.command = 0;
+    DoubtInFlight();
     ReplicaAction action;
     action.kind = ReplicaAction::kFenced;
     action.update = s_.target;
@@ -265,6 +342,7 @@ class Stepper {
       if (worker.command == 0 || now_ < worker.deadline) continue;
       worker.command = 0;
       // It may have begun to write since it last said what it holds.
+      if (s_.target == 0) continue;
       worker.content = WorkerContent{Content::kWriting, s_.target};
       ApplyFailed(static_cast<int>(i),
                   Fault(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
@@ -283,17 +361,25 @@ class Stepper {
     if (PauseWanted()) {
       const bool again =
           s_.engine == EngineState::kDoubtful && now_ >= s_.deadline;
+      const PauseKind wanted = s_.WantedPause();
+      // It was told to go on while its workers build beside; now it must not.
+      const bool in_earnest = (s_.engine == EngineState::kPaused ||
+                               s_.engine == EngineState::kPausing) &&
+                              s_.pause == PauseKind::kNone &&
+                              wanted != PauseKind::kNone;
       if (s_.engine == EngineState::kRunning ||
           s_.engine == EngineState::kResuming ||
-          s_.engine == EngineState::kUnresumed || again) {
+          s_.engine == EngineState::kUnresumed || again || in_earnest) {
         if (s_.engine == EngineState::kRunning) {
           s_.served = s_.workers[0].content;
           s_.served_known = s_.Servable();
         }
         s_.engine = EngineState::kPausing;
+        s_.pause = wanted;
         s_.deadline = now_ + timeouts_.pause;
         ReplicaAction& action = Command(ReplicaAction::kSendPause);
         s_.command = action.command;
+        action.pause = wanted;
         action.update = s_.holders.empty() ? s_.target : s_.holders[0].update;
       }
       if (s_.engine == EngineState::kPaused && s_.target != 0 && !s_.fenced) {
@@ -310,6 +396,7 @@ class Stepper {
     s_.deadline = now_ + timeouts_.resume;
     ReplicaAction& action = Command(ReplicaAction::kSendResume);
     s_.command = action.command;
+    action.pause = s_.pause;
     const WorkerContent& content = s_.workers[0].content;
     action.update = content.update;
     action.weights_changed = s_.served_known

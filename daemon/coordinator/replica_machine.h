@@ -14,7 +14,8 @@
 //              kPauseFailed no pause is wanted any more             RESUMING
 //              send Resume
 //   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
-//              still wanted five seconds later         PAUSING   send Pause
+//              still wanted, five seconds after a      PAUSING   send Pause
+//              failure, at once when it has come back
 //   PAUSED     no pause is wanted                      RESUMING  send Resume
 //              target not installed on a worker        PAUSED    send Apply to
 //              it
@@ -28,9 +29,16 @@
 // A pause is wanted while somebody holds it and while the workers' memories are
 // not servable: not all what the engine came with, and not all one update. So a
 // mix is never resumed, whoever asks. Nothing is sent while a worker or the
-// control stream is missing; when they are back, their own word (paused, what
-// is installed) replaces what was believed, and what is still wanted is sent
-// again.
+// control stream is missing; when they are back, their own word (what is
+// installed; that it runs) replaces what was believed, and what is still wanted
+// is sent again. One that says it stands still is DOUBTFUL.
+//
+// How it is paused is the holders' wish: the first that wants a real pause
+// decides. PAUSE_NONE asks for none: the engine goes on generating with what it
+// has, its workers build beside, and the Resume makes it flip. It is granted to
+// an engine whose workers agree; one that holds a mix, or is fenced, or is held
+// by somebody else too, is paused in earnest, also when it had been told
+// PAUSE_NONE before.
 //
 // A worker that has a command in flight:
 //   Applied(command)                      its own word says what it holds now
@@ -74,14 +82,21 @@ struct WorkerContent {
   }
 };
 
+// What a pause does to the requests that the engine is working on.
+enum class PauseKind : uint8_t { kDrain, kAbort, kKeep, kNone };
+
 // Who keeps a replica paused.
 struct Holder {
   enum Kind : uint8_t {
-    kUpdate,   // the update that is being published
-    kInstall,  // a late join or a repair
+    kUpdate,     // the update that is being published
+    kInstall,    // a late join, a repair or a rollback
+    kOperator,   // somebody who said so
+    kIsolation,  // its node, while it was cut off
   };
   Kind kind = kUpdate;
   UpdateKey update = 0;
+  // No part of who it is.
+  PauseKind pause = PauseKind::kDrain;
 
   friend bool operator==(const Holder& a, const Holder& b) {
     return a.kind == b.kind && a.update == b.update;
@@ -123,6 +138,8 @@ struct ReplicaState {
   std::vector<ReplicaWorker> workers;
 
   EngineState engine = EngineState::kRunning;
+  // How it was asked to pause last.
+  PauseKind pause = PauseKind::kDrain;
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
@@ -145,6 +162,10 @@ struct ReplicaState {
   bool Servable() const;
   bool InstalledEverywhere(UpdateKey update) const;
   bool HeldBy(const Holder& holder) const;
+  // Paused as its holders want it: nobody of theirs finds it generating.
+  bool PausedForAll() const;
+  // How its holders want it paused now.
+  PauseKind WantedPause() const;
 };
 
 struct ReplicaEvent {
@@ -165,6 +186,11 @@ struct ReplicaEvent {
     kInstall,
     // Gives up the install that is wanted; nothing is fenced.
     kForget,
+    // Workers are about to be written to without another word (STREAM): each
+    // counts as WRITING `update` until it says what it holds.
+    kStreaming,
+    // A worker's own word, unasked: `worker`, `content`.
+    kContent,
     // It cannot be mended: stay paused, with `fault`.
     kFence,
     kTick,
@@ -183,9 +209,11 @@ struct ReplicaEvent {
 struct ReplicaAction {
   enum Kind : uint8_t {
     // Commands, with `command`.
-    kSendPause,   // `update`: whose
+    kSendPause,   // `update`: whose; `pause`
     kSendApply,   // `worker`, `update`
-    kSendResume,  // `update`: what is installed (0: its own), `weights_changed`
+    kSendResume,  // `update`: what is installed (0: its own),
+                  // `weights_changed`,
+                  // `pause`: how it was asked to pause
     // News.
     kComplete,   // everybody is there; nothing is sent before the next event
     kLeft,       // somebody is missing: `fault`
@@ -203,6 +231,7 @@ struct ReplicaAction {
   int64_t command = 0;
   UpdateKey update = 0;
   bool weights_changed = false;
+  PauseKind pause = PauseKind::kDrain;
   Fault fault;
 };
 

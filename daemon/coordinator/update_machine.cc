@@ -75,6 +75,15 @@ class Stepper {
            s_.phase == UpdatePhase::kMoving;
   }
   bool BeforeCommit() const { return s_.phase < UpdatePhase::kApplying; }
+  // Nodes have been told, and have not all verified yet.
+  bool InTransfer() const {
+    return Moving() || (config_.stream && !s_.stream_begun &&
+                        s_.phase == UpdatePhase::kPausing);
+  }
+  // Whether all of the rank's bytes are where its end does no harm.
+  bool Secured(const UpdateRank& rank) const {
+    return config_.in_place ? s_.sources_released : rank.copied;
+  }
 
   // A recovered update has replicas alone.
   bool Known(const UpdateEvent& event) const {
@@ -102,7 +111,12 @@ class Stepper {
         return RankCopied(event);
       case UpdateEvent::kRankLost:
         // Once its bytes are in its node's store nobody needs the rank.
-        if (BeforeCommit() && !s_.ranks[event.rank].copied) Abort(event.fault);
+        if (BeforeCommit() && !Secured(s_.ranks[event.rank])) {
+          Abort(event.fault);
+        }
+        return;
+      case UpdateEvent::kUnblocked:
+        s_.blocked = false;
         return;
       case UpdateEvent::kNodePrepared:
         return NodePrepared(event);
@@ -140,12 +154,12 @@ class Stepper {
       if (!other.copied) return;
     }
     s_.all_copied = true;
-    if (Moving()) TellAll(UpdateAction::kManifest);
+    if (InTransfer()) TellAll(UpdateAction::kManifest);
   }
 
   void NodePrepared(const UpdateEvent& event) {
     UpdateNode& node = s_.nodes[event.node];
-    if (!Moving() || event.epoch != s_.epoch || !node.In()) return;
+    if (!InTransfer() || event.epoch != s_.epoch || !node.In()) return;
     if (event.fault.ok()) {
       node.prepared_epoch = event.epoch;
     } else if (WorthRetrying(event)) {
@@ -163,7 +177,7 @@ class Stepper {
       if (event.epoch <= s_.epoch && Moving()) node.verified = true;
       return;
     }
-    if (!Moving() || event.epoch != s_.epoch) return;
+    if (!InTransfer() || event.epoch != s_.epoch) return;
     if (!WorthRetrying(event)) return Abort(event.fault);
     if (event.from >= 0 && event.to >= 0) {
       const std::pair<int, int> edge(event.from, event.to);
@@ -186,12 +200,12 @@ class Stepper {
       if (rank.node == event.node) return Abort(event.fault);
     }
     node.excluded = true;
-    if (Moving()) Reconfigure(event.fault);
+    if (InTransfer()) Reconfigure(event.fault);
   }
 
   void NodeBack(int index) {
     const UpdateNode& node = s_.nodes[index];
-    if (!Moving() || !node.In()) return;
+    if (!InTransfer() || !node.In()) return;
     Do(UpdateAction::kPrepare, index);
     if (s_.phase == UpdatePhase::kMoving) Do(UpdateAction::kMove, index);
     if (s_.all_copied) Do(UpdateAction::kManifest, index);
@@ -213,6 +227,11 @@ class Stepper {
         } else {
           replica.fault = event.fault;
           Abort(event.fault);
+        }
+        return;
+      case UpdateEvent::kReplicaUnpaused:
+        if (replica.stage == UpdateReplica::kPaused) {
+          replica.stage = UpdateReplica::kHeld;
         }
         return;
       case UpdateEvent::kReplicaInstalled:
@@ -244,6 +263,8 @@ class Stepper {
         }
         if (event.installed) {
           replica.stage = UpdateReplica::kResumed;
+        } else if (config_.max_unavailable > 0) {
+          replica.stage = UpdateReplica::kIn;  // held when it is its turn
         } else {
           Hold(event.replica);
         }
@@ -258,7 +279,12 @@ class Stepper {
       return GatherExpired();
     }
     if (now_ < s_.deadline) return;
-    if (s_.phase == UpdatePhase::kPreparing) {
+    if (s_.blocked && (s_.phase == UpdatePhase::kGathering || s_.at_barrier)) {
+      Abort(Fault(absl::StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
+                  absl::StrCat("the update before it did not end within ",
+                               absl::FormatDuration(config_.queue_timeout),
+                               "; publish again")));
+    } else if (s_.phase == UpdatePhase::kPreparing) {
       std::vector<std::string> late;
       for (const UpdateNode& node : s_.nodes) {
         if (node.In() && node.prepared_epoch != s_.epoch) {
@@ -325,6 +351,10 @@ class Stepper {
         for (const UpdateRank& rank : s_.ranks) {
           if (!rank.arrived) return false;
         }
+        if (s_.blocked && (!config_.latest || config_.stream)) {
+          Wait();
+          return false;
+        }
         Enter(UpdatePhase::kPreparing);
         Prepare();
         return true;
@@ -333,6 +363,12 @@ class Stepper {
         for (const UpdateNode& node : s_.nodes) {
           if (node.In() && node.prepared_epoch != s_.epoch) return false;
         }
+        if (config_.stream && !s_.stream_begun) {
+          s_.deadline = absl::InfiniteFuture();
+          Enter(UpdatePhase::kPausing);
+          HoldAll();
+          return true;
+        }
         Enter(UpdatePhase::kMoving);
         Progress();
         TellAll(UpdateAction::kMove);
@@ -340,30 +376,59 @@ class Stepper {
 
       case UpdatePhase::kMoving:
         if (!s_.AllVerified()) return false;
-        Enter(UpdatePhase::kPausing);
-        for (size_t i = 0; i < s_.replicas.size(); ++i) {
-          if (s_.replicas[i].stage == UpdateReplica::kIn) {
-            Hold(static_cast<int>(i));
+        if (!config_.stream) ReleaseSources();
+        if (s_.blocked) {
+          if (!s_.at_barrier) {
+            s_.at_barrier = true;
+            s_.deadline = absl::InfiniteFuture();
+            Do(UpdateAction::kAtBarrier, 0);
           }
+          Wait();
+          return false;
         }
+        s_.deadline = absl::InfiniteFuture();
+        if (config_.stream || config_.max_unavailable > 0) {
+          Commit();
+          return true;
+        }
+        Enter(UpdatePhase::kPausing);
+        HoldAll();
         return true;
 
       case UpdatePhase::kPausing:
         if (Any(UpdateReplica::kIn, UpdateReplica::kHeld)) return false;
-        // The decision. From here on it is never undone.
-        s_.committed = true;
-        s_.deadline = absl::InfiniteFuture();
-        Do(UpdateAction::kCommit, 0);
-        Enter(UpdatePhase::kApplying);
+        if (config_.stream && !s_.stream_begun) {
+          s_.stream_begun = true;
+          Do(UpdateAction::kStreamBegin, 0);
+          Enter(UpdatePhase::kMoving);
+          Progress();
+          TellAll(UpdateAction::kMove);
+          return true;
+        }
+        Commit();
         return true;
 
-      case UpdatePhase::kApplying:
+      case UpdatePhase::kApplying: {
+        const bool rolling = config_.max_unavailable > 0;
+        bool released = false;
         for (size_t i = 0; i < s_.replicas.size(); ++i) {
-          if (s_.replicas[i].stage != UpdateReplica::kPaused) continue;
-          s_.replicas[i].stage = UpdateReplica::kInstalling;
-          DoReplica(UpdateAction::kInstall, static_cast<int>(i));
+          UpdateReplica& replica = s_.replicas[i];
+          if (rolling && replica.stage == UpdateReplica::kIn &&
+              Away() < config_.max_unavailable) {
+            Hold(static_cast<int>(i));
+          } else if (replica.stage == UpdateReplica::kPaused) {
+            replica.stage = UpdateReplica::kInstalling;
+            DoReplica(UpdateAction::kInstall, static_cast<int>(i));
+          } else if (rolling && replica.stage == UpdateReplica::kInstalled) {
+            replica.stage = UpdateReplica::kReleased;
+            Release(static_cast<int>(i));
+            released = true;
+          }
         }
-        if (Any(UpdateReplica::kAwaited, UpdateReplica::kInstalling)) {
+        if (released) return true;
+        if (Any(UpdateReplica::kAwaited, rolling
+                                             ? UpdateReplica::kReleased
+                                             : UpdateReplica::kInstalling)) {
           return false;
         }
         Enter(UpdatePhase::kResuming);
@@ -374,6 +439,7 @@ class Stepper {
           }
         }
         return true;
+      }
 
       case UpdatePhase::kResuming:
         if (Any(UpdateReplica::kReleased, UpdateReplica::kReleased)) {
@@ -387,6 +453,52 @@ class Stepper {
         return false;
     }
     return false;
+  }
+
+  // The decision. From here on it is never undone.
+  void Commit() {
+    s_.committed = true;
+    s_.deadline = absl::InfiniteFuture();
+    Do(UpdateAction::kCommit, 0);
+    ReleaseSources();
+    Enter(UpdatePhase::kApplying);
+  }
+
+  // Behind an older update.
+  void Wait() {
+    if (s_.deadline == absl::InfiniteFuture()) {
+      s_.deadline = now_ + config_.queue_timeout;
+    }
+  }
+
+  void ReleaseSources() {
+    if (!config_.in_place || s_.sources_released) return;
+    s_.sources_released = true;
+    for (size_t i = 0; i < s_.nodes.size(); ++i) {
+      for (const UpdateRank& rank : s_.ranks) {
+        if (rank.node != static_cast<int>(i)) continue;
+        Do(UpdateAction::kReleaseSources, static_cast<int>(i));
+        break;
+      }
+    }
+  }
+
+  // Away because of this update.
+  int Away() const {
+    int away = 0;
+    for (const UpdateReplica& replica : s_.replicas) {
+      away += replica.stage >= UpdateReplica::kHeld &&
+              replica.stage <= UpdateReplica::kReleased;
+    }
+    return away;
+  }
+
+  void HoldAll() {
+    for (size_t i = 0; i < s_.replicas.size(); ++i) {
+      if (s_.replicas[i].stage == UpdateReplica::kIn) {
+        Hold(static_cast<int>(i));
+      }
+    }
   }
 
   void Prepare() {
@@ -451,7 +563,7 @@ class Stepper {
   }
 
   void Progress() {
-    if (s_.phase == UpdatePhase::kMoving) {
+    if (s_.phase == UpdatePhase::kMoving && !s_.at_barrier) {
       s_.deadline = now_ + 2 * config_.progress_timeout;
     }
   }

@@ -3,39 +3,56 @@
 // with a few actions, to be carried out in order. No clock, no protos, no I/O:
 // members are numbers, so that a simulation runs it by the million.
 //
-//   phase      is left when                         to         and does
-//   GATHERING  every rank has arrived               PREPARING  kPrepare each
-//   node PREPARING  every node has prepared this epoch   MOVING     kMove each
-//   node MOVING     every node has verified              PAUSING    kHold each
-//   replica PAUSING    every replica has paused             APPLYING   kCommit,
-//   then
-//                                                              kInstall on each
-//   APPLYING   every replica has installed, or is   RESUMING   kRelease each
-//              fenced or gone
-//   RESUMING   every replica has resumed, or is     ACTIVE     kEnd
+//   phase      is left when                         to          and does
+//   GATHERING  every rank has arrived, and no older PREPARING   kPrepare each
+//              update of the model is in the way                node
+//   PREPARING  every node has prepared this epoch   MOVING      kMove each node
+//                                       STREAM:     PAUSING     kHold each
+//   MOVING     every node has verified, and no      PAUSING     kHold each
+//              older update is in the way                       replica
+//                                       STREAM:     APPLYING    kCommit
+//                                       ROLLING:    APPLYING    kCommit
+//   PAUSING    every replica has paused             APPLYING    kCommit
+//                                       STREAM:     MOVING      kStreamBegin,
+//                                                               kMove each node
+//   APPLYING   every replica has installed, or is   RESUMING    kRelease each
+//              fenced or gone; kInstall on each
+//                      ROLLING: each is held, told to install and released by
+//                      itself, at most max_unavailable at a time
+//   RESUMING   every replica has resumed, or is     ACTIVE      kEnd
 //              gone, or its resume has failed
 //   before APPLYING, and only then:
-//     PREPARING,  a transfer failed, a receiving    PREPARING  next epoch:
-//     MOVING      node was lost                                kPrepare each
-//     node any         a rank is lost before it is       ABORTED    kRelease
-//     each held
-//                 copied, its node before all is               replica, kEnd
-//                 verified; a copy or a node
+//     PREPARING,  a transfer failed, a receiving    PREPARING   next epoch:
+//     MOVING      node was lost                                 kPrepare each
+//     any         a rank is lost before its bytes   ABORTED     kRelease each
+//                 are elsewhere, its node before                held replica,
+//                 all is verified; a copy or a node             kEnd
 //                 refuses, a deadline passes, too
 //                 many epochs, a replica does not
-//                 pause (ON_STRAGGLER_ABORT)
+//                 pause (ON_STRAGGLER_ABORT), a
+//                 newer update is complete (LATEST)
 //   ACTIVE and ABORTED are final: events change nothing any more.
 // "every" means: of those that are still in it. The transition is taken as
 // often as its condition holds, so that an update without replicas goes from
 // MOVING to ACTIVE in one step.
+//
+// In the way is an older update of the model that has not ended (`blocked`).
+// Behind it an update gathers; with `latest` it also moves, says kAtBarrier
+// when every node has verified, and whoever runs both ends the older one if
+// that is not committed. STREAM touches live memory and so never overtakes.
+//
+// From kStreamBegin until the end live memory may be a mix; what its workers
+// hold is theirs to say.
+//
+// kReleaseSources (IN_PLACE) goes to each source node once its ranks' bytes are
+// whole elsewhere: all verified (STAGE), committed (STREAM).
 //
 // kManifest goes to each node once all ranks are copied and the node was told
 // to prepare. What an event says twice, of an older epoch, or of somebody who
 // is not in it any more, changes nothing.
 //
 // What one replica does between kHold and its end is replica_machine.h's
-// business; here it is only counted. A policy without the barriers (ROLLING) is
-// another rule for when a replica may be held, not another machine.
+// business; here it is only counted.
 
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_UPDATE_MACHINE_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_UPDATE_MACHINE_H_
@@ -72,14 +89,24 @@ struct UpdateConfig {
   absl::Duration progress_timeout = absl::Seconds(15);
   absl::Duration recovery_timeout = absl::Seconds(30);
   int max_reconfigurations = 3;
+  // Behind an older update of the model, in either place.
+  absl::Duration queue_timeout = absl::Seconds(120);
   // LockstepPolicy.on_straggler = EVICT.
   bool evict_stragglers = false;
+  // UpdateMode STREAM, PublishMode IN_PLACE.
+  bool stream = false;
+  bool in_place = false;
+  // RollingPolicy; 0: LOCKSTEP.
+  int max_unavailable = 0;
+  // DeliveryPolicy LATEST.
+  bool latest = false;
 };
 
 struct UpdateRank {
   int32_t rank = 0;
   int node = 0;  // index into UpdateState::nodes
   bool arrived = false;
+  // IN_PLACE: its digests are known.
   bool copied = false;
 };
 
@@ -130,8 +157,15 @@ struct UpdateState {
 
   bool all_copied = false;
   bool committed = false;
+  // An older update of the model has not ended.
+  bool blocked = false;
+  // LATEST: all is verified behind that one, and kAtBarrier was said.
+  bool at_barrier = false;
+  bool stream_begun = false;
+  bool sources_released = false;
   absl::Time gather_deadline;
-  // Of PREPARING, of MOVING's silence, and of a recovered APPLYING.
+  // Of PREPARING, of MOVING's silence, of waiting behind an older update, and
+  // of a recovered APPLYING.
   absl::Time deadline;
   // Why it was aborted.
   Fault fault;
@@ -155,6 +189,8 @@ struct UpdateEvent {
     kNodeBack,      // its stream had broken: it is told everything again
     kReplicaPaused,
     kReplicaPauseFailed,
+    // Its node gave up the pause by itself: it runs, and is asked again.
+    kReplicaUnpaused,
     kReplicaInstalled,
     kReplicaFenced,
     // It generates again, cannot be made to, or is held by others too
@@ -164,7 +200,8 @@ struct UpdateEvent {
     // Recovery: a participant of the committed update is here. `installed`: it
     // has it already.
     kReplicaBack,
-    kCancel,  // `fault`
+    kUnblocked,  // the older update has ended
+    kCancel,     // `fault`
   };
   Kind kind = kTick;
   int rank = 0;
@@ -185,10 +222,15 @@ struct UpdateAction {
     kMove,      // `node`, at state.epoch
     kManifest,  // `node`
     kHold,      // `replica`
-    kCommit,    // on the disk before the next action
-    kInstall,   // `replica`
-    kRelease,   // `replica`
-    kEnd,       // state.phase says how
+    // STREAM: on the disk before the next action; the replicas that are paused
+    // take part.
+    kStreamBegin,
+    kAtBarrier,       // LATEST: complete, but for the older update
+    kCommit,          // on the disk before the next action
+    kReleaseSources,  // `node`
+    kInstall,         // `replica`
+    kRelease,         // `replica`
+    kEnd,             // state.phase says how
   };
   Kind kind = kPhase;
   UpdatePhase phase = UpdatePhase::kGathering;

@@ -114,6 +114,14 @@ DEFINE_duration(publish_timeout, "120s",
                 "How long PublishVersion waits for missing ranks or for the "
                 "update before it, at "
                 "most.");
+DEFINE_duration(
+    barrier_timeout, "30s",
+    "Coordinator: a replica that is paused and hears of no commit for this "
+    "long, because its coordinator is away, serves the old weights again (when "
+    "all of its workers are on one node).");
+DEFINE_duration(operation_timeout, "10m",
+                "Coordinator: how long a pause, rollback, release or "
+                "verification that somebody asked for waits at most.");
 DEFINE_duration(heartbeat_interval, "1s",
                 "How often clients and nodes shall say that they live.");
 DEFINE_duration(
@@ -245,6 +253,8 @@ absl::Status ReadDeadlines(Deadlines* out) {
       {"apply_timeout", &FLAGS_apply_timeout, &out->apply},
       {"resume_timeout", &FLAGS_resume_timeout, &out->resume},
       {"publish_timeout", &FLAGS_publish_timeout, &out->publish},
+      {"barrier_timeout", &FLAGS_barrier_timeout, &out->barrier},
+      {"operation_timeout", &FLAGS_operation_timeout, &out->operation},
       {"heartbeat_interval", &FLAGS_heartbeat_interval,
        &out->heartbeat_interval},
       {"heartbeat_timeout", &FLAGS_heartbeat_timeout, &out->heartbeat},

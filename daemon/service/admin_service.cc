@@ -18,6 +18,12 @@ absl::Status Fill(absl::StatusOr<Response> result, Response* response) {
   return absl::OkStatus();
 }
 
+// How long the caller wants to wait; `otherwise` when he does not say.
+template <typename Request>
+absl::Duration Wish(const Request& request, absl::Duration otherwise) {
+  return request.has_timeout() ? DecodeDuration(request.timeout()) : otherwise;
+}
+
 // Hands the coordinator's stream on, one message at a time, so that a caller
 // that reads slowly slows the coordinator's stream down and fills no queue
 // here.
@@ -121,6 +127,42 @@ grpc::ServerUnaryReactor* AdminServiceImpl::Handle(
                      Response* into, std::function<void(grpc::Status)> done) {
         (stub_->async()->*method)(client, forwarded, into, std::move(done));
       });
+  return reactor;
+}
+
+template <typename Request, typename Response, typename Method>
+grpc::ServerUnaryReactor* AdminServiceImpl::Change(
+    grpc::CallbackServerContext* context, const Request* request,
+    Response* response, absl::Duration timeout, Method method) {
+  // The coordinator's own deadline comes first, and has the better sentence.
+  constexpr absl::Duration kGrace = absl::Seconds(2);
+  auto answer = std::make_shared<Answer<Response>>(
+      context, response, std::min(timeout, deadlines_.operation) + kGrace);
+  grpc::ServerUnaryReactor* reactor = answer->reactor();
+  if (timeout <= absl::ZeroDuration()) {
+    answer->Finish(ErrorStatus(absl::StatusCode::kInvalidArgument,
+                               "TIMEOUT_INVALID",
+                               "give a positive timeout, or none"));
+  } else if (access_.local != nullptr) {
+    access_.local->Change(*request, answer->deadline(),
+                          [answer](absl::StatusOr<AdminResponse> result) {
+                            if (result.ok()) {
+                              *answer->response() =
+                                  absl::get<Response>(*std::move(result));
+                            }
+                            answer->Finish(result.status());
+                          });
+  } else if (const absl::Status status = CheckNotForwarded(*context);
+             !status.ok()) {
+    answer->Finish(status);
+  } else {
+    Forward(
+        answer, *request, access_.name, absl::ZeroDuration(),
+        [this, method](grpc::ClientContext* client, const Request* asked,
+                       Response* into, std::function<void(grpc::Status)> done) {
+          (stub_->async()->*method)(client, asked, into, std::move(done));
+        });
+  }
   return reactor;
 }
 
@@ -308,6 +350,81 @@ grpc::ServerUnaryReactor* AdminServiceImpl::Prepare(
             });
   }
   return reactor;
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::PauseReplica(
+    grpc::CallbackServerContext* context,
+    const v1::PauseReplicaRequest* request, v1::Replica* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(PauseReplica, v1::PauseReplicaRequest, v1::Replica));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::ResumeReplica(
+    grpc::CallbackServerContext* context,
+    const v1::ResumeReplicaRequest* request, v1::Replica* response) {
+  return Change(
+      context, request, response, deadlines_.operation,
+      WEIGHTSYNC_METHOD(ResumeReplica, v1::ResumeReplicaRequest, v1::Replica));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::RollbackModel(
+    grpc::CallbackServerContext* context,
+    const v1::RollbackModelRequest* request, v1::Model* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(RollbackModel, v1::RollbackModelRequest, v1::Model));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::ReleaseModel(
+    grpc::CallbackServerContext* context,
+    const v1::ReleaseModelRequest* request, v1::Model* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(ReleaseModel, v1::ReleaseModelRequest, v1::Model));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::VerifyReplica(
+    grpc::CallbackServerContext* context,
+    const v1::VerifyReplicaRequest* request,
+    v1::VerifyReplicaResponse* response) {
+  return Change(context, request, response,
+                Wish(*request, deadlines_.operation),
+                WEIGHTSYNC_METHOD(VerifyReplica, v1::VerifyReplicaRequest,
+                                  v1::VerifyReplicaResponse));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::DrainNode(
+    grpc::CallbackServerContext* context, const v1::DrainNodeRequest* request,
+    v1::Node* response) {
+  return Change(context, request, response, deadlines_.call,
+                WEIGHTSYNC_METHOD(DrainNode, v1::DrainNodeRequest, v1::Node));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::DeleteVersion(
+    grpc::CallbackServerContext* context,
+    const v1::DeleteVersionRequest* request,
+    v1::DeleteVersionResponse* response) {
+  return Change(context, request, response, deadlines_.call,
+                WEIGHTSYNC_METHOD(DeleteVersion, v1::DeleteVersionRequest,
+                                  v1::DeleteVersionResponse));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::DeleteReplica(
+    grpc::CallbackServerContext* context,
+    const v1::DeleteReplicaRequest* request,
+    v1::DeleteReplicaResponse* response) {
+  return Change(context, request, response, deadlines_.call,
+                WEIGHTSYNC_METHOD(DeleteReplica, v1::DeleteReplicaRequest,
+                                  v1::DeleteReplicaResponse));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::AdoptCluster(
+    grpc::CallbackServerContext* context,
+    const v1::AdoptClusterRequest* request, v1::Cluster* response) {
+  return Change(
+      context, request, response, deadlines_.call,
+      WEIGHTSYNC_METHOD(AdoptCluster, v1::AdoptClusterRequest, v1::Cluster));
 }
 
 grpc::ServerWriteReactor<v1::Version>* AdminServiceImpl::WatchVersion(

@@ -82,6 +82,38 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
                                  const v1::PlanRequest* request,
                                  v1::PlanResponse* response) override;
 
+  // What changes something.
+  grpc::ServerUnaryReactor* PauseReplica(grpc::CallbackServerContext* context,
+                                         const v1::PauseReplicaRequest* request,
+                                         v1::Replica* response) override;
+  grpc::ServerUnaryReactor* ResumeReplica(
+      grpc::CallbackServerContext* context,
+      const v1::ResumeReplicaRequest* request, v1::Replica* response) override;
+  grpc::ServerUnaryReactor* RollbackModel(
+      grpc::CallbackServerContext* context,
+      const v1::RollbackModelRequest* request, v1::Model* response) override;
+  grpc::ServerUnaryReactor* ReleaseModel(grpc::CallbackServerContext* context,
+                                         const v1::ReleaseModelRequest* request,
+                                         v1::Model* response) override;
+  grpc::ServerUnaryReactor* VerifyReplica(
+      grpc::CallbackServerContext* context,
+      const v1::VerifyReplicaRequest* request,
+      v1::VerifyReplicaResponse* response) override;
+  grpc::ServerUnaryReactor* DrainNode(grpc::CallbackServerContext* context,
+                                      const v1::DrainNodeRequest* request,
+                                      v1::Node* response) override;
+  grpc::ServerUnaryReactor* DeleteVersion(
+      grpc::CallbackServerContext* context,
+      const v1::DeleteVersionRequest* request,
+      v1::DeleteVersionResponse* response) override;
+  grpc::ServerUnaryReactor* DeleteReplica(
+      grpc::CallbackServerContext* context,
+      const v1::DeleteReplicaRequest* request,
+      v1::DeleteReplicaResponse* response) override;
+  grpc::ServerUnaryReactor* AdoptCluster(grpc::CallbackServerContext* context,
+                                         const v1::AdoptClusterRequest* request,
+                                         v1::Cluster* response) override;
+
   // Ends all watches, and those that come later.
   void Shutdown();
 
@@ -94,6 +126,13 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
                                    const Request* request, Response* response,
                                    absl::Duration timeout, Local local,
                                    Method method);
+
+  // The same for what changes something: `timeout` is the caller's wish, at
+  // most operation_timeout.
+  template <typename Request, typename Response, typename Method>
+  grpc::ServerUnaryReactor* Change(grpc::CallbackServerContext* context,
+                                   const Request* request, Response* response,
+                                   absl::Duration timeout, Method method);
 
   const CoordinatorAccess access_;
   const std::string node_;

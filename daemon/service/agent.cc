@@ -43,6 +43,7 @@ NodeLink::Options LinkOptions(const Options& options,
   link.coordinator = coordinator;
   link.heartbeat_interval = options.deadlines.heartbeat_interval;
   link.heartbeat_timeout = options.deadlines.heartbeat;
+  link.fault_point = options.fault_point;
   return link;
 }
 

@@ -462,9 +462,14 @@ TEST_F(BadInputTest, CallsOutOfPlace) {
   ExpectError(trainers_[0]->Publish(request).status(),
               absl::StatusCode::kInvalidArgument, "REQUEST_ID_INVALID");
   request.clear_request_id();
-  request.mutable_options()->set_update_mode(v1::UPDATE_MODE_STREAM);
+  v1::UpdateOptions* options = request.mutable_options();
+  options->mutable_commit_policy()->mutable_rolling();
   ExpectError(trainers_[0]->Publish(request).status(),
-              absl::StatusCode::kUnimplemented, "UPDATE_MODE_UNIMPLEMENTED");
+              absl::StatusCode::kInvalidArgument, "MAX_UNAVAILABLE_INVALID");
+  options->mutable_commit_policy()->mutable_rolling()->set_max_unavailable(1);
+  options->set_update_mode(v1::UPDATE_MODE_STREAM);
+  ExpectError(trainers_[0]->Publish(request).status(),
+              absl::StatusCode::kUnimplemented, "COMMIT_POLICY_UNIMPLEMENTED");
   ExpectError(trainers_[0]->Wait("models/m/versions/5").status(),
               absl::StatusCode::kNotFound, "VERSION_UNKNOWN");
   UpdateWorks(1);

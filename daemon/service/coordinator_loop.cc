@@ -9,6 +9,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/types/variant.h"
+#include "daemon/service/fault_point.h"
 #include "glog/logging.h"
 #include "proto/status.h"
 
@@ -21,12 +22,13 @@ constexpr absl::Duration kTick = absl::Milliseconds(100);
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
-    CoordinatorOptions options, const std::string& state_dir) {
+    CoordinatorOptions options, const std::string& state_dir,
+    FaultPoint fault_point) {
   absl::StatusOr<std::unique_ptr<Journal>> journal =
       Journal::Open(state_dir, absl::Now(), options.request_ttl);
   if (!journal.ok()) return journal.status();
-  auto loop = absl::WrapUnique(
-      new CoordinatorLoop(std::move(options), *std::move(journal)));
+  auto loop = absl::WrapUnique(new CoordinatorLoop(
+      std::move(options), *std::move(journal), std::move(fault_point)));
   // Before anybody else can reach it, so that term and cluster_id are constant
   // from here on.
   absl::Notification started;
@@ -43,9 +45,11 @@ absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
 }
 
 CoordinatorLoop::CoordinatorLoop(CoordinatorOptions options,
-                                 std::unique_ptr<Journal> journal)
+                                 std::unique_ptr<Journal> journal,
+                                 FaultPoint fault_point)
     : journal_(std::move(journal)),
-      coordinator_(std::move(options), journal_->recovered()) {}
+      coordinator_(std::move(options), journal_->recovered()),
+      fault_point_(std::move(fault_point)) {}
 
 CoordinatorLoop::~CoordinatorLoop() { Stop(); }
 
@@ -95,6 +99,26 @@ void CoordinatorLoop::Prepare(
   });
 }
 
+void CoordinatorLoop::Change(
+    AdminRequest request, absl::Time deadline,
+    std::function<void(absl::StatusOr<AdminResponse>)> done) {
+  loop_.Post([this, request = std::move(request), deadline,
+              done = std::move(done)] {
+    const int64_t id = next_change_++;
+    PendingChange pending;
+    pending.done = done;
+    pending.timer = loop_.PostAt(deadline, [this, id] {
+      FinishChange(
+          id, ErrorStatus(absl::StatusCode::kDeadlineExceeded, "CALL_TIMEOUT",
+                          "the coordinator did not come to an end with "
+                          "this before the deadline; what was asked for "
+                          "goes on"));
+    });
+    changes_.emplace(id, std::move(pending));
+    Do(coordinator_.OnAdminRequest(Now(), id, request));
+  });
+}
+
 CoordinatorLoop::WatcherId CoordinatorLoop::Watch(Watcher watcher) {
   const WatcherId id = next_watcher_.fetch_add(1);
   loop_.Post([this, id, watcher = std::move(watcher)] {
@@ -112,6 +136,7 @@ void CoordinatorLoop::Stop() {
   loop_.Post([this] {
     watchers_.clear();
     prepares_.clear();
+    changes_.clear();
     peers_.clear();
   });
   loop_.Stop();
@@ -140,9 +165,20 @@ void CoordinatorLoop::FinishPrepare(
   pending.done(std::move(result));
 }
 
+void CoordinatorLoop::FinishChange(int64_t request,
+                                   absl::StatusOr<AdminResponse> result) {
+  auto it = changes_.find(request);
+  if (it == changes_.end()) return;
+  PendingChange pending = std::move(it->second);
+  changes_.erase(it);
+  loop_.Cancel(pending.timer);
+  pending.done(std::move(result));
+}
+
 void CoordinatorLoop::Do(Actions actions) {
   for (Action& action : actions) {
     if (auto* send = absl::get_if<SendCommand>(&action)) {
+      ReachFaultPoint(fault_point_, "coordinator:command:", send->command);
       auto peer = peers_.find(send->node_stream);
       if (peer != peers_.end()) peer->second.send(std::move(send->command));
     } else if (auto* close = absl::get_if<CloseNode>(&action)) {
@@ -152,11 +188,13 @@ void CoordinatorLoop::Do(Actions actions) {
       peers_.erase(peer);
       closing.close(FromFailure(close->failure));
     } else if (auto* append = absl::get_if<JournalAppend>(&action)) {
+      ReachFaultPoint(fault_point_, "coordinator:journal:", append->record);
       const absl::Status status = journal_->Append(append->record);
       // Nobody may hear of what is not on the disk, and nothing is known about
       // what is: the next start finds out.
       if (!status.ok())
         LOG(FATAL) << "the journal cannot be written: " << status;
+      ReachFaultPoint(fault_point_, "coordinator:journalled:", append->record);
     } else if (auto* change = absl::get_if<VersionChanged>(&action)) {
       // A watcher may end itself.
       std::vector<Watcher> watchers;
@@ -168,6 +206,13 @@ void CoordinatorLoop::Do(Actions actions) {
         FinishPrepare(done->request, std::move(done->response));
       } else {
         FinishPrepare(done->request, status);
+      }
+    } else if (auto* call = absl::get_if<AdminDone>(&action)) {
+      const absl::Status status = FromFailure(call->failure);
+      if (status.ok()) {
+        FinishChange(call->request, std::move(call->response));
+      } else {
+        FinishChange(call->request, status);
       }
     }
   }

@@ -25,6 +25,7 @@
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/journal.h"
 #include "daemon/coordinator/options.h"
+#include "daemon/options.h"
 #include "daemon/service/loop.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
@@ -49,13 +50,14 @@ class CoordinatorLoop {
   // Opens the journal in `state_dir`, which must exist, and takes the next
   // term. Errors of Journal::Open.
   static absl::StatusOr<std::unique_ptr<CoordinatorLoop>> Start(
-      CoordinatorOptions options, const std::string& state_dir);
+      CoordinatorOptions options, const std::string& state_dir,
+      FaultPoint fault_point = nullptr);
   // As Stop.
   ~CoordinatorLoop();
   CoordinatorLoop(const CoordinatorLoop&) = delete;
   CoordinatorLoop& operator=(const CoordinatorLoop&) = delete;
 
-  // Constant.
+  // As it was at the start: an adoption changes both (GetCluster).
   const std::string& cluster_id() const { return cluster_id_; }
   int64_t term() const { return term_; }
 
@@ -70,6 +72,12 @@ class CoordinatorLoop {
   // deadline.
   void Prepare(v1::PrepareRequest request, absl::Time deadline,
                std::function<void(absl::StatusOr<v1::PrepareResponse>)> done);
+
+  // One of the calls that change something; `done` is called on the loop, with
+  // a response of the call's own type. DEADLINE_EXCEEDED (CALL_TIMEOUT) at the
+  // deadline, should the coordinator not have answered by itself.
+  void Change(AdminRequest request, absl::Time deadline,
+              std::function<void(absl::StatusOr<AdminResponse>)> done);
 
   // Calls `watcher` on the loop at every change of any version, until Unwatch.
   // After Unwatch it may be called once more.
@@ -88,7 +96,13 @@ class CoordinatorLoop {
     Loop::TimerId timer = 0;
   };
 
-  CoordinatorLoop(CoordinatorOptions options, std::unique_ptr<Journal> journal);
+  struct PendingChange {
+    std::function<void(absl::StatusOr<AdminResponse>)> done;
+    Loop::TimerId timer = 0;
+  };
+
+  CoordinatorLoop(CoordinatorOptions options, std::unique_ptr<Journal> journal,
+                  FaultPoint fault_point);
 
   // All below on the loop.
   void Do(Actions actions);
@@ -96,10 +110,12 @@ class CoordinatorLoop {
   absl::Time Now();
   void FinishPrepare(int64_t request,
                      absl::StatusOr<v1::PrepareResponse> result);
+  void FinishChange(int64_t request, absl::StatusOr<AdminResponse> result);
 
   Loop loop_{"ws-coordinator"};
   const std::unique_ptr<Journal> journal_;
   Coordinator coordinator_;
+  const FaultPoint fault_point_;
   // Constant after Start.
   std::string cluster_id_;
   int64_t term_ = 0;
@@ -109,6 +125,8 @@ class CoordinatorLoop {
   std::map<WatcherId, Watcher> watchers_;
   std::map<int64_t, PendingPrepare> prepares_;
   int64_t next_prepare_ = 1;
+  std::map<int64_t, PendingChange> changes_;
+  int64_t next_change_ = 1;
 
   std::atomic<uint64_t> next_stream_{1};
   std::atomic<WatcherId> next_watcher_{1};

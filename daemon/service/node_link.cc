@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "daemon/service/fault_point.h"
 #include "daemon/service/proto_time.h"
 #include "glog/logging.h"
 #include "proto/status.h"
@@ -48,6 +49,7 @@ absl::Status NodeLink::DownStatus() const {
 }
 
 void NodeLink::Report(v1::NodeReport report) {
+  ReachFaultPoint(options_.fault_point, "node:report:", report);
   if (welcomed_) stream_->Write(std::move(report));
 }
 
@@ -56,6 +58,7 @@ void NodeLink::Ask(v1::NodeReport report, Answered answered) {
     answered(DownStatus(), v1::Reply());
     return;
   }
+  ReachFaultPoint(options_.fault_point, "node:report:", report);
   const int64_t id = next_correlation_++;
   report.set_correlation_id(id);
   asked_.emplace(id, std::move(answered));
@@ -87,6 +90,7 @@ void NodeLink::Dial() {
 void NodeLink::OnMessage(uint64_t attempt, v1::NodeCommand command) {
   if (attempt != attempt_ || stream_ == nullptr) return;
   last_heard_ = absl::Now();
+  ReachFaultPoint(options_.fault_point, "node:command:", command);
   switch (command.command_case()) {
     case v1::NodeCommand::kWelcome: {
       if (welcomed_) return;

@@ -21,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "daemon/options.h"
 #include "daemon/service/loop.h"
 #include "daemon/service/stream.h"
 #include "grpcpp/channel.h"
@@ -55,6 +56,7 @@ class NodeLink {
     absl::Duration heartbeat_timeout = absl::Seconds(5);
     absl::Duration first_backoff = absl::Milliseconds(100);
     absl::Duration max_backoff = absl::Seconds(3);
+    FaultPoint fault_point;
   };
 
   // `loop` and `handler` outlive the link.

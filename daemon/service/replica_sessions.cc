@@ -408,6 +408,9 @@ void ReplicaSessions::Join(Worker* worker) {
   v1::NodeReport report;
   *report.mutable_worker_joined()->mutable_registration() =
       worker->registration;
+  // It counts for nothing before there is room for what it wants: a replica
+  // that was paused for an update would wait, paused, for pages to be made.
+  report.mutable_worker_joined()->set_ready(worker->accepted);
   node_.link->Ask(
       std::move(report), [this, id = worker->id](const absl::Status& status,
                                                  const v1::Reply& reply) {
@@ -465,6 +468,7 @@ void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
       return;
     }
   }
+  Join(worker);
   if (worker->early != nullptr) {
     const std::unique_ptr<v1::ApplyWorker> early = std::move(worker->early);
     Apply(*early);

@@ -5,8 +5,8 @@
 //   control stream:  RegisterReplica -> ReplicaJoined -> ReplicaRegistered
 //                    PauseReplica, ResumeReplica and their answers are relayed
 //   worker stream:   RegisterWorker -> WorkerJoined -> room in the store ->
-//   WorkerRegistered,
-//                    then the store's arenas
+//                    WorkerRegistered, the store's arenas, then WorkerJoined
+//                    once more: ready
 //                    ApplyWorker -> (arenas, CopyPlan if new) ApplyUpdate ->
 //                    WorkerApplied
 //                    DigestWorker -> DigestTensors -> TensorDigests

@@ -65,9 +65,9 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request);
 // Bytes of the elements of all shards. REQUIRES: CheckShards is OK.
 int64_t ShardBytes(const v1::RegisterShardsRequest& request);
 
-//   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID.
+//   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID,
+//     MAX_UNAVAILABLE_INVALID.
 //   UNIMPLEMENTED  UPDATE_MODE_UNIMPLEMENTED, PUBLISH_MODE_UNIMPLEMENTED,
-//     PAUSE_MODE_UNIMPLEMENTED, COMMIT_POLICY_UNIMPLEMENTED,
 //     OPTION_UNIMPLEMENTED.
 absl::Status CheckPublish(const v1::PublishVersionRequest& request);
 

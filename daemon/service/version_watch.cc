@@ -20,7 +20,9 @@ constexpr absl::Duration kWatchInterval = absl::Milliseconds(100);
 
 bool Ended(const v1::Version& version) {
   return version.state() == v1::Version::STATE_ACTIVE ||
-         version.state() == v1::Version::STATE_ABORTED;
+         version.state() == v1::Version::STATE_ABORTED ||
+         version.state() == v1::Version::STATE_SUPERSEDED ||
+         version.state() == v1::Version::STATE_LOST;
 }
 
 // "models/m/versions/3" -> "models/m"; the name itself where it is none.
@@ -188,7 +190,7 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
     if (version->state() == v1::Version::STATE_ACTIVE) {
       *answer_->response() = *std::move(version);
       Finish(absl::OkStatus());
-    } else if (version->state() == v1::Version::STATE_ABORTED) {
+    } else if (Ended(*version)) {
       Finish(ErrorStatus(absl::StatusCode::kAborted,
                          version->failure().reason(),
                          version->failure().message()));

@@ -479,10 +479,8 @@ def test_a_replica_that_does_not_pause(client, model):
     [
         {"publish_mode": 2},
         {"update_mode": 2},
-        {"pause_mode": 4},
         {"allow_no_recovery": True},
         {"verify_source": True},
-        {"commit_policy": "rolling"},
     ],
     ids=str,
 )
@@ -491,16 +489,11 @@ def test_what_is_not_there_yet_says_so(client, model, options):
         rank.register(shard(client))
         message = client.message("UpdateOptions")
         for field, value in options.items():
-            if field == "commit_policy":
-                message.commit_policy.rolling.max_unavailable = 1
-            else:
-                setattr(message, field, value)
+            setattr(message, field, value)
         with refused(
             LATER,
             "PUBLISH_MODE_UNIMPLEMENTED",
             "UPDATE_MODE_UNIMPLEMENTED",
-            "PAUSE_MODE_UNIMPLEMENTED",
-            "COMMIT_POLICY_UNIMPLEMENTED",
             "OPTION_UNIMPLEMENTED",
         ):
             rank.publish(options=message)

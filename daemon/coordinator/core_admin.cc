@@ -1,0 +1,548 @@
+// What operators ask for. Holds are journalled before anybody is told.
+
+#include <algorithm>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "daemon/coordinator/core.h"
+#include "daemon/coordinator/queries.h"
+#include "glog/logging.h"
+#include "proto/status.h"
+
+namespace weightsync {
+namespace daemon {
+
+using absl::StatusCode;
+
+namespace {
+
+absl::Status Error(StatusCode code, absl::string_view reason,
+                   absl::string_view message) {
+  return ErrorStatus(code, reason, message);
+}
+
+// "models/{model}" of a longer name.
+std::string ModelOf(const std::string& name) {
+  const std::vector<std::string> parts = absl::StrSplit(name, '/');
+  return parts.size() < 2 ? name : absl::StrCat(parts[0], "/", parts[1]);
+}
+
+}  // namespace
+
+Actions CoordinatorCore::OnAdminRequest(absl::Time now, int64_t request,
+                                        const AdminRequest& call) {
+  now_ = now;
+  actions_.clear();
+  AdminWait wait;
+  wait.request = request;
+  wait.call = call;
+  wait.deadline = now + options_.operation_timeout;
+  struct Visitor {
+    CoordinatorCore* core;
+    AdminWait wait;
+    void operator()(const v1::PauseReplicaRequest& c) {
+      core->PauseByHand(wait, c);
+    }
+    void operator()(const v1::ResumeReplicaRequest& c) {
+      core->ResumeByHand(wait, c);
+    }
+    void operator()(const v1::RollbackModelRequest& c) {
+      core->Rollback(wait, c);
+    }
+    void operator()(const v1::ReleaseModelRequest& c) {
+      core->Release(wait, c);
+    }
+    void operator()(const v1::VerifyReplicaRequest& c) {
+      core->Verify(wait, c);
+    }
+    void operator()(const v1::DrainNodeRequest& c) { core->Drain(wait, c); }
+    void operator()(const v1::DeleteVersionRequest& c) {
+      core->DeleteVersion(wait, c);
+    }
+    void operator()(const v1::DeleteReplicaRequest& c) {
+      core->DeleteReplica(wait, c);
+    }
+    void operator()(const v1::AdoptClusterRequest& c) { core->Adopt(wait, c); }
+  };
+  // Nothing is decided on a journal that knows too little.
+  if (!lost_evidence_.empty() &&
+      !absl::holds_alternative<v1::AdoptClusterRequest>(call)) {
+    Answer(wait, ToStatus(LostFault()));
+  } else {
+    absl::visit(Visitor{this, wait}, call);
+  }
+  DrainQueue();
+  CheckWaits();
+  return Take();
+}
+
+absl::Duration CoordinatorCore::Patience(bool given,
+                                         const google::protobuf::Duration& said,
+                                         absl::Duration most) const {
+  const absl::Duration asked = FromProto(said);
+  return given && asked > absl::ZeroDuration() ? std::min(asked, most) : most;
+}
+
+void CoordinatorCore::Answer(const AdminWait& wait,
+                             absl::StatusOr<AdminResponse> response) {
+  AdminDone done;
+  done.request = wait.request;
+  if (response.ok()) {
+    done.response = *std::move(response);
+  } else {
+    done.failure =
+        ToProto(Fault(response.status().code(), ErrorReason(response.status()),
+                      std::string(response.status().message())));
+  }
+  actions_.push_back(std::move(done));
+}
+
+// ---- Pausing by hand ----
+
+void CoordinatorCore::PauseByHand(AdminWait wait,
+                                  const v1::PauseReplicaRequest& call) {
+  const auto shown = Queries(*this).GetReplica(call.name());
+  if (!shown.ok()) return Answer(wait, shown.status());
+  if (call.mode() == v1::PAUSE_MODE_NONE) {
+    return Answer(wait,
+                  Error(StatusCode::kInvalidArgument, "PAUSE_MODE_INVALID",
+                        "a pause by hand stops the engine: say ABORT, "
+                        "DRAIN or KEEP"));
+  }
+  wait.model = ModelOf(call.name());
+  wait.replica = call.name().substr(call.name().rfind('/') + 1);
+  wait.deadline = now_ + Patience(call.has_timeout(), call.timeout(),
+                                  options_.operation_timeout);
+  ModelRun* model = Model(wait.model);
+  if (model->held_replicas.insert(wait.replica).second) {
+    auto* hold = Write()->mutable_hold_placed();
+    hold->set_model(wait.model);
+    hold->set_replica(wait.replica);
+    *hold->mutable_time() = ToProto(now_);
+  }
+  ReplicaEvent event;
+  event.kind = ReplicaEvent::kHold;
+  event.holder = Holder{Holder::kOperator, 0, PauseOf(call.mode())};
+  Step(&model->replicas.at(wait.replica), event);
+  waits_.push_back(std::move(wait));
+}
+
+void CoordinatorCore::ResumeByHand(AdminWait wait,
+                                   const v1::ResumeReplicaRequest& call) {
+  const auto shown = Queries(*this).GetReplica(call.name());
+  if (!shown.ok()) return Answer(wait, shown.status());
+  wait.model = ModelOf(call.name());
+  wait.replica = call.name().substr(call.name().rfind('/') + 1);
+  wait.deadline =
+      now_ + std::min(options_.operation_timeout, options_.resume_timeout);
+  ModelRun* model = Model(wait.model);
+  if (model->held_replicas.erase(wait.replica) != 0) {
+    auto* hold = Write()->mutable_hold_released();
+    hold->set_model(wait.model);
+    hold->set_replica(wait.replica);
+    *hold->mutable_time() = ToProto(now_);
+  }
+  ReplicaRun* replica = &model->replicas.at(wait.replica);
+  ReplicaEvent event;
+  event.kind = ReplicaEvent::kRelease;
+  event.holder = Holder{Holder::kOperator, 0};
+  Step(replica, event);
+  Settle(replica);
+  waits_.push_back(std::move(wait));
+}
+
+// ---- Rollback ----
+
+void CoordinatorCore::Rollback(AdminWait wait,
+                               const v1::RollbackModelRequest& call) {
+  const auto shown = Queries(*this).GetVersion(call.version(), "", now_);
+  if (!shown.ok()) return Answer(wait, shown.status());
+  wait.model = ModelOf(call.version());
+  wait.deadline = now_ + Patience(call.has_timeout(), call.timeout(),
+                                  options_.operation_timeout);
+  ModelRun* model = Model(wait.model);
+  const CommittedUpdate* target = nullptr;
+  for (const CommittedUpdate& commit : model->commits) {
+    if (commit.version == shown->version()) target = &commit;
+  }
+  if (!model->updates.empty()) {
+    return Answer(
+        wait,
+        Error(StatusCode::kFailedPrecondition, "UPDATE_RUNNING",
+              absl::StrCat(model->updates[0]->record.name(), " is still ",
+                           UpdatePhaseName(model->updates[0]->machine.phase),
+                           "; wait until it has ended")));
+  }
+  if (target == nullptr) {
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "VERSION_NOT_COMMITTED",
+                    absl::StrCat(call.version(),
+                                 " was never committed, or too long ago: the "
+                                 "newest ",
+                                 kOlderCommits + 1, " are known")));
+  }
+  wait.update = KeyOf(target->update_id);
+  for (auto& entry : model->replicas) {
+    ReplicaRun& replica = entry.second;
+    if (!replica.machine.Complete() || Drained(replica) ||
+        replica.machine.InstalledEverywhere(wait.update)) {
+      continue;
+    }
+    std::map<std::string, std::set<uint32_t>> missing;
+    bool found = Missing(replica, *target, &missing);
+    for (const auto& node : missing) {
+      for (const uint32_t bucket : node.second) {
+        found = found && HolderOf(*target, bucket, node.first) != nullptr;
+      }
+    }
+    if (found) continue;
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "NO_HOLDER",
+                    absl::StrCat("no node holds what ", replica.machine.name,
+                                 " needs of ", call.version(),
+                                 " any more; nothing was changed")));
+  }
+  if (model->held_update_id != target->update_id) {
+    auto* hold = Write()->mutable_hold_placed();
+    hold->set_model(wait.model);
+    hold->set_update_id(target->update_id);
+    hold->set_version(target->version);
+    *hold->mutable_time() = ToProto(now_);
+    model->held_update_id = target->update_id;
+  }
+  // Newer ones shall not push it out of the stores.
+  for (const auto& entry : nodes_) {
+    if (entry.second.Holds(model->held_update_id)) {
+      Pin(model, entry.first, model->held_update_id, true);
+    }
+  }
+  for (auto& entry : model->replicas) {
+    entry.second.given_up = 0;
+    entry.second.fetch_failures = 0;
+    entry.second.not_before = absl::InfinitePast();
+  }
+  SettleAll(model);
+  waits_.push_back(std::move(wait));
+}
+
+void CoordinatorCore::Release(AdminWait wait,
+                              const v1::ReleaseModelRequest& call) {
+  const auto shown = Queries(*this).GetModel(call.name());
+  if (!shown.ok()) return Answer(wait, shown.status());
+  wait.model = call.name();
+  wait.deadline = now_ + Patience(call.has_timeout(), call.timeout(),
+                                  options_.operation_timeout);
+  ModelRun* model = Model(wait.model);
+  if (!model->held_update_id.empty()) {
+    auto* hold = Write()->mutable_hold_released();
+    hold->set_model(wait.model);
+    *hold->mutable_time() = ToProto(now_);
+    model->held_update_id.clear();
+    Unpin(model);
+    for (auto& entry : model->replicas) {
+      entry.second.given_up = 0;
+      entry.second.not_before = absl::InfinitePast();
+    }
+    SettleAll(model);
+  }
+  waits_.push_back(std::move(wait));
+}
+
+std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
+  std::vector<std::string> names;
+  const CommittedUpdate* wanted = model->Wanted();
+  if (wanted == nullptr) return names;
+  const UpdateKey key = KeyOf(wanted->update_id);
+  for (const auto& entry : model->replicas) {
+    const ReplicaState& machine = entry.second.machine;
+    if (!machine.Complete() || Drained(entry.second)) continue;
+    const bool held_by_us = std::any_of(
+        machine.holders.begin(), machine.holders.end(), [](const Holder& h) {
+          return h.kind == Holder::kInstall || h.kind == Holder::kUpdate;
+        });
+    const bool runs =
+        machine.engine == EngineState::kRunning || !machine.holders.empty();
+    if (!machine.InstalledEverywhere(key) || held_by_us || !runs) {
+      names.push_back(machine.name);
+    }
+  }
+  return names;
+}
+
+// ---- Nodes, versions, replicas ----
+
+void CoordinatorCore::Drain(AdminWait wait, const v1::DrainNodeRequest& call) {
+  const auto shown = Queries(*this).GetNode(call.name());
+  if (!shown.ok()) return Answer(wait, shown.status());
+  const std::string name = call.name().substr(6);
+  NodeRun* node = FindNode(name);
+  if (node->draining == call.undo()) {
+    node->draining = !call.undo();
+    auto* drained = Write()->mutable_node_drained();
+    drained->set_node(name);
+    drained->set_drained(!call.undo());
+    if (call.undo()) {
+      journal_.drained.erase(name);
+    } else {
+      journal_.drained.insert(name);
+    }
+    for (auto& model : models_) SettleAll(&model.second);
+  }
+  Answer(wait, *Queries(*this).GetNode(call.name()));
+}
+
+void CoordinatorCore::DeleteVersion(AdminWait wait,
+                                    const v1::DeleteVersionRequest& call) {
+  const auto shown = Queries(*this).GetVersion(call.name(), "", now_);
+  if (!shown.ok()) return Answer(wait, shown.status());
+  ModelRun* model = Model(ModelOf(call.name()));
+  const std::string update_id = shown->update_id();
+  const UpdateKey key = FindKey(update_id);
+  std::string user;
+  if (model->FindUpdate(update_id) != nullptr) user = "it still runs";
+  if (model->Newest().update_id == update_id) user = "it is the active one";
+  if (model->held_update_id == update_id) user = "a rollback holds it";
+  for (const auto& entry : model->replicas) {
+    const ReplicaState& machine = entry.second.machine;
+    const bool has =
+        std::any_of(machine.workers.begin(), machine.workers.end(),
+                    [key](const ReplicaWorker& worker) {
+                      return worker.present && worker.content.update == key;
+                    });
+    if (key != 0 && has) user = absl::StrCat(machine.name, " serves it");
+  }
+  if (!user.empty()) {
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "VERSION_IN_USE",
+                    absl::StrCat(shown->name(), " cannot be deleted: ", user)));
+  }
+  auto* deleted = Write()->mutable_version_deleted();
+  deleted->set_model(model->name);
+  deleted->set_update_id(update_id);
+  for (auto& entry : nodes_) {
+    NodeRun& node = entry.second;
+    if (!node.Holds(update_id)) continue;
+    v1::DropUpdate* drop = SendTo(node.name)->mutable_drop_update();
+    drop->set_model(model->name);
+    drop->set_update_id(update_id);
+    node.held.erase(std::remove(node.held.begin(), node.held.end(),
+                                std::make_pair(model->name, update_id)),
+                    node.held.end());
+    node.fetched.erase(update_id);
+  }
+  model->commits.erase(
+      std::remove_if(model->commits.begin(), model->commits.end(),
+                     [&](const CommittedUpdate& commit) {
+                       return commit.update_id == update_id;
+                     }),
+      model->commits.end());
+  model->ended.erase(std::remove_if(model->ended.begin(), model->ended.end(),
+                                    [&](const v1::Version& version) {
+                                      return version.update_id() == update_id;
+                                    }),
+                     model->ended.end());
+  Answer(wait, v1::DeleteVersionResponse());
+}
+
+void CoordinatorCore::DeleteReplica(AdminWait wait,
+                                    const v1::DeleteReplicaRequest& call) {
+  const auto shown = Queries(*this).GetReplica(call.name());
+  if (!shown.ok()) return Answer(wait, shown.status());
+  ModelRun* model = Model(ModelOf(call.name()));
+  const std::string name = call.name().substr(call.name().rfind('/') + 1);
+  const ReplicaEntry* entry = registry_.FindReplica(model->name, name);
+  if (entry != nullptr && !entry->Empty()) {
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "REPLICA_ALIVE",
+                    absl::StrCat(call.name(), " is alive as incarnation ",
+                                 entry->incarnation, " on node ", entry->node,
+                                 "; end it first")));
+  }
+  if (model->held_replicas.erase(name) != 0) {
+    auto* hold = Write()->mutable_hold_released();
+    hold->set_model(model->name);
+    hold->set_replica(name);
+    *hold->mutable_time() = ToProto(now_);
+  }
+  registry_.ForgetReplica(model->name, name);
+  model->replicas.erase(name);
+  Answer(wait, v1::DeleteReplicaResponse());
+}
+
+// ---- A journal that was lost ----
+
+void CoordinatorCore::Adopt(AdminWait wait,
+                            const v1::AdoptClusterRequest& call) {
+  if (lost_evidence_.empty()) {
+    return Answer(wait, Error(StatusCode::kFailedPrecondition, "NOT_LOST",
+                              "this coordinator's journal is not lost; there "
+                              "is nothing to adopt"));
+  }
+  if (seen_clusters_.empty()) {
+    return Answer(wait,
+                  Error(StatusCode::kUnavailable, "NO_NODE_SEEN",
+                        "no node that knows more has come since this "
+                        "coordinator was started; try again when one has"));
+  }
+  std::string cluster = call.cluster_id();
+  if (cluster.empty() && seen_clusters_.size() == 1) {
+    cluster = *seen_clusters_.begin();
+  }
+  if (seen_clusters_.count(cluster) == 0) {
+    return Answer(wait,
+                  Error(StatusCode::kInvalidArgument, "CLUSTER_MISMATCH",
+                        absl::StrCat("the nodes that came belong to cluster ",
+                                     absl::StrJoin(seen_clusters_, ", "),
+                                     "; name the one to adopt")));
+  }
+  LOG(WARNING) << "adopting cluster " << cluster
+               << " after: " << lost_evidence_;
+  term_ = std::max(term_, seen_term_) + 1;
+  auto* adopted = Write()->mutable_adopted();
+  adopted->set_cluster_id(cluster);
+  adopted->set_term(term_);
+  *adopted->mutable_time() = ToProto(now_);
+  journal_.former_clusters.insert(cluster_id_);
+  journal_.former_clusters.erase(cluster);
+  cluster_id_ = cluster;
+  fresh_ = false;
+  lost_evidence_.clear();
+  seen_clusters_.clear();
+  seen_term_ = term_;
+  adopting_until_ = now_ + options_.recovery_timeout;
+  // Everybody says hello again, and learns the term and the cluster.
+  for (auto& entry : nodes_) {
+    if (entry.second.stream.empty()) continue;
+    const std::string stream = entry.second.stream;
+    Disconnected(&entry.second);
+    Close(stream, Fault(StatusCode::kUnavailable, "CLUSTER_ADOPTED",
+                        "the coordinator adopted a cluster; say hello again"));
+  }
+  v1::Cluster cluster_shown;
+  Queries(*this).FillCluster(&cluster_shown);
+  Answer(wait, std::move(cluster_shown));
+}
+
+void CoordinatorCore::LearnFrom(const v1::HeldUpdate& held) {
+  if (now_ >= adopting_until_) return;
+  LearnFloor(held.model(), held.update_id(), held.version());
+}
+
+void CoordinatorCore::LearnFloor(const std::string& name,
+                                 const std::string& update_id,
+                                 int64_t version) {
+  if (!IsResourceName("models", name)) return;
+  ModelRun* model = Model(name);
+  registry_.AddModel(name);
+  if (version <= model->book.floor()) return;
+  model->book.RaiseFloor(version);
+  auto* opened = Write()->mutable_update_opened();
+  opened->set_model(name);
+  opened->set_update_id(update_id);
+  opened->set_version(version);
+  opened->set_publish_index(model->book.newest_index());
+  *opened->mutable_time() = ToProto(now_);
+  auto* ended = Write()->mutable_update_ended();
+  ended->set_model(name);
+  ended->set_update_id(update_id);
+  ended->set_version(version);
+  ended->set_active(true);
+}
+
+void CoordinatorCore::LearnInstalled(const std::string& name,
+                                     const v1::InstalledState& installed) {
+  if (now_ >= adopting_until_ || installed.update_id().empty() ||
+      installed.state() != v1::InstalledState::STATE_INSTALLED) {
+    return;
+  }
+  LearnFloor(name, installed.update_id(), installed.version());
+  ModelRun* model = Model(name);
+  if (installed.version() <= model->Newest().version) return;
+  // Nobody installs what was not committed. How it was laid out is not known:
+  // it is served, and cannot be given to others.
+  CommittedUpdate commit;
+  commit.update_id = installed.update_id();
+  commit.version = installed.version();
+  model->commits.push_back(commit);
+  auto* committed = Write()->mutable_update_committed();
+  committed->set_model(name);
+  committed->set_update_id(commit.update_id);
+  committed->set_version(commit.version);
+  *committed->mutable_time() = ToProto(now_);
+  auto* ended = Write()->mutable_update_ended();
+  ended->set_model(name);
+  ended->set_update_id(commit.update_id);
+  ended->set_version(commit.version);
+  ended->set_active(true);
+  v1::Version record;
+  record.set_name(absl::StrCat(name, "/versions/", commit.version));
+  record.set_version(commit.version);
+  record.set_update_id(commit.update_id);
+  record.set_state(v1::Version::STATE_ACTIVE);
+  model->ended.push_back(std::move(record));
+}
+
+// ---- Waiting ----
+
+void CoordinatorCore::CheckWaits() {
+  const auto done = [&](AdminWait* wait) {
+    const bool late = now_ >= wait->deadline;
+    if (absl::holds_alternative<v1::VerifyReplicaRequest>(wait->call)) {
+      return FinishVerify(wait);
+    }
+    ModelRun* model = Model(wait->model);
+    if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) ||
+        absl::holds_alternative<v1::ReleaseModelRequest>(wait->call)) {
+      const std::vector<std::string> names = NotThere(model);
+      if (names.empty()) {
+        Answer(*wait, *Queries(*this).GetModel(wait->model));
+      } else if (late) {
+        Answer(*wait, Error(StatusCode::kDeadlineExceeded, "ROLLBACK_TIMEOUT",
+                            absl::StrCat("it goes on; not there yet: ",
+                                         absl::StrJoin(names, ", "))));
+      }
+      return names.empty() || late;
+    }
+    const std::string name =
+        absl::StrCat(wait->model, "/replicas/", wait->replica);
+    auto it = model->replicas.find(wait->replica);
+    if (it == model->replicas.end()) {
+      Answer(*wait, Error(StatusCode::kNotFound, "REPLICA_UNKNOWN",
+                          absl::StrCat(name, " was forgotten meanwhile")));
+      return true;
+    }
+    const ReplicaState& machine = it->second.machine;
+    if (absl::holds_alternative<v1::PauseReplicaRequest>(wait->call)) {
+      if (machine.Complete() && machine.PausedForAll()) {
+        Answer(*wait, *Queries(*this).GetReplica(name));
+        return true;
+      }
+      if (late) {
+        Answer(*wait,
+               Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
+                     absl::StrCat(name,
+                                  " is held, but its engine has not said "
+                                  "that it paused; it is held until "
+                                  "`weightsyncctl resume`")));
+      }
+      return late;
+    }
+    // A resume: it runs, or somebody else holds it.
+    if (machine.engine == EngineState::kRunning || !machine.holders.empty() ||
+        !machine.Complete() || machine.fenced || late) {
+      Answer(*wait, *Queries(*this).GetReplica(name));
+      return true;
+    }
+    return false;
+  };
+  std::vector<AdminWait> waiting;
+  waiting.swap(waits_);
+  for (AdminWait& wait : waiting) {
+    if (!done(&wait)) waits_.push_back(std::move(wait));
+  }
+}
+
+}  // namespace daemon
+}  // namespace weightsync

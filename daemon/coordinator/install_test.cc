@@ -1,0 +1,557 @@
+// Installing an update from a holder, holds of operators, rollback, drain,
+// verification, and a journal that was lost.
+
+#include <string>
+
+#include "daemon/coordinator/coordinator.h"
+#include "daemon/coordinator/fake_cluster.h"
+#include "daemon/coordinator/fake_expect.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using ::testing::HasSubstr;
+using Command = v1::NodeCommand;
+
+std::string ReplicaName(const std::string& name) {
+  return std::string(kModel) + "/replicas/" + name;
+}
+std::string VersionName(int number) {
+  return std::string(kModel) + "/versions/" + std::to_string(number);
+}
+
+// ---- Late joins ----
+
+TEST(LateJoinTest, ANodeThatHasNothingFetchesFromTheNearestHolder) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.AddNode("n3");
+  c.AddReplica("r3", {"n3"});
+  // What an engine came with is no version: it waits for one, paused.
+  EXPECT_EQ(c.Replica("r3").state(), v1::Replica::STATE_PAUSING);
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+  const v1::PrepareUpdate* fetch = nullptr;
+  for (const auto& command : c.commands) {
+    if (command.first == "n3" && command.second.has_prepare_update()) {
+      fetch = &command.second.prepare_update();
+    }
+  }
+  ASSERT_NE(fetch, nullptr);
+  EXPECT_TRUE(fetch->fetch());
+  EXPECT_EQ(fetch->layout_id(), c.Version().layout_id());
+  ASSERT_EQ(fetch->flows_size(), 1);
+  EXPECT_EQ(fetch->flows(0).members(1).node(), "n3");
+  EXPECT_GT(fetch->flows(0).buckets_size(), 0);
+  EXPECT_LT(Last(c, "send:n3:update_manifest"), Last(c, "send:n3:apply"));
+  EXPECT_TRUE(c.pinned.empty());  // and nothing is kept for longer than needed
+  EXPECT_EQ(c.Replica("r3").version(), 1);
+  // A second replica on that node finds it there.
+  const int before = c.CountCommands(Command::kPrepareUpdate);
+  c.AddReplica("r4", {"n3"});
+  c.Run();
+  EXPECT_EQ(c.CountCommands(Command::kPrepareUpdate), before);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(LateJoinTest, OneThatServesAnOlderVersionGoesOnWhileTheBytesCome) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.LoseWorker("r2", 0);
+  c.PublishAll(2);
+  c.Run();
+  c.RestartNode("n2");
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_move_update();
+  };
+  c.Run();
+  EXPECT_FALSE(c.engines["r2"].paused);
+  EXPECT_EQ(c.Replica("r2").version(), 1);
+  EXPECT_TRUE(c.Replica("r2").behind());
+  c.intercept = nullptr;
+  c.Pass(absl::Seconds(60));
+  EXPECT_NE(c.Version().update_id(), first);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(LateJoinTest, AHolderThatFailsIsReplacedByAnother) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.AddNode("n3");
+  std::string failed;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (!command.has_prepare_update() || node == "n3" ||
+        (!failed.empty() && failed != node)) {
+      return false;
+    }
+    failed = node;
+    v1::NodeReport report;
+    auto* prepared = report.mutable_update_prepared();
+    prepared->set_model(kModel);
+    prepared->set_update_id(command.prepare_update().update_id());
+    *prepared->mutable_epoch() = command.prepare_update().epoch();
+    *prepared->mutable_failure() = MakeFailure(14, "EDGE_FAILED", "no way");
+    c.Report(node, report);
+    return true;
+  };
+  c.AddReplica("r3", {"n3"});
+  c.Run();
+  EXPECT_EQ(c.Replica("r3").last_failure().reason(), "EDGE_FAILED");
+  EXPECT_THAT(c.Replica("r3").last_failure().message(), HasSubstr(failed));
+  // It was not kept waiting for ever.
+  EXPECT_FALSE(c.engines["r3"].paused);
+  c.Pass(absl::Seconds(6));
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(LateJoinTest, AFetchThatStandsStillHasADeadline) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.AddNode("n3");
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n3" && command.has_move_update();
+  };
+  c.AddReplica("r3", {"n3"});
+  c.Run();
+  c.Pass(absl::Seconds(31));
+  EXPECT_EQ(c.Replica("r3").last_failure().reason(), "PROGRESS_TIMEOUT");
+  EXPECT_THAT(c.Replica("r3").last_failure().message(), HasSubstr("n3"));
+  EXPECT_FALSE(c.engines["r3"].paused);
+  c.intercept = nullptr;
+  c.Pass(absl::Seconds(70));
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(LateJoinTest, AHolderThatIsLostMeanwhileIsReplaced) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.AddNode("n3");
+  std::string holder;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node == "n3" && command.has_prepare_update() && holder.empty()) {
+      holder = command.prepare_update().flows(0).members(0).node();
+    }
+    return command.has_move_update() && node == holder;
+  };
+  c.AddReplica("r3", {"n3"});
+  c.Run();
+  c.intercept = nullptr;
+  c.RestartNode(holder);
+  c.Run();
+  c.Pass(absl::Seconds(40));
+  EXPECT_EQ(c.engines["r3"].workers[0].update_id(), c.Version().update_id());
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+// ---- LOST ----
+
+TEST(LostTest, ACommittedUpdateThatNobodyHoldsIsLostAndTheNextSupersedesIt) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string lost = c.Version().update_id();
+  for (const char* node : {"n0", "n1", "n2"}) c.RestartNode(node);
+  c.Run();
+  c.engines["r1"].workers[0].Clear();  // its machine was restarted as well
+  c.LoseWorker("r1", 0);
+  c.Register("r1");
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  c.Pass(absl::Seconds(31));  // holders might still come back
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_LOST);
+  EXPECT_EQ(c.Version().failure().reason(), "NO_HOLDER");
+  EXPECT_FALSE(c.engines["r1"].paused);
+  EXPECT_EQ(c.engines["r2"].workers[0].update_id(), lost);
+  EXPECT_FALSE(c.engines["r2"].paused);
+  c.RestartCoordinator();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_LOST);
+  ExpectNextPublishWorks(&c);
+}
+
+// ---- Pausing by hand ----
+
+v1::PauseReplicaRequest Pause(const std::string& name) {
+  v1::PauseReplicaRequest request;
+  request.set_name(ReplicaName(name));
+  return request;
+}
+v1::ResumeReplicaRequest Resume(const std::string& name) {
+  v1::ResumeReplicaRequest request;
+  request.set_name(ReplicaName(name));
+  return request;
+}
+
+TEST(OperatorTest, AnUpdatesResumeDoesNotUndoAnOperatorsPause) {
+  FakeCluster c;
+  c.AddStandard();
+  const int64_t pause = c.Ask(Pause("r1"));
+  EXPECT_EQ(c.Answered(pause), nullptr);  // its engine has not paused yet
+  c.Run();
+  ASSERT_NE(c.Answered(pause), nullptr);
+  EXPECT_EQ(absl::get<v1::Replica>(c.Answered(pause)->response).state(),
+            v1::Replica::STATE_PAUSED);
+  EXPECT_EQ(c.Replica("r1").pause_holders(0), "operator");
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  EXPECT_EQ(c.engines["r1"].workers[0].update_id(), c.Version().update_id());
+  EXPECT_TRUE(c.engines["r1"].paused);
+  EXPECT_FALSE(c.engines["r2"].paused);
+  // It holds over a restart of the coordinator and of the engine.
+  c.RestartCoordinator();
+  EXPECT_TRUE(c.engines["r1"].paused);
+  c.LoseWorker("r1", 0);
+  c.engines["r1"].incarnation = "another";
+  c.engines["r1"].paused = false;
+  v1::NodeReport left;
+  left.mutable_replica_left()->set_model(kModel);
+  left.mutable_replica_left()->set_replica("r1");
+  left.mutable_replica_left()->set_incarnation(c.Replica("r1").incarnation());
+  c.Report("n1", left);
+  c.Register("r1");
+  c.Run();
+  EXPECT_TRUE(c.engines["r1"].paused);
+  const int64_t resume = c.Ask(Resume("r1"));
+  c.Run();
+  ASSERT_NE(c.Answered(resume), nullptr);
+  ExpectAllServe(c, c.Version().update_id());
+  c.Ask(Resume("r1"));  // once more changes nothing
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(OperatorTest, AnOperatorsResumeDoesNotUndoAnUpdatesPause) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_pause_replica();
+  };
+  c.PublishAll(2);
+  c.Run();
+  const int64_t resume = c.Ask(Resume("r1"));
+  c.Run();
+  ASSERT_NE(c.Answered(resume), nullptr);
+  EXPECT_TRUE(c.engines["r1"].paused);
+  EXPECT_THAT(
+      absl::get<v1::Replica>(c.Answered(resume)->response).pause_holders(0),
+      HasSubstr("update/"));
+}
+
+TEST(OperatorTest, AnEngineThatDoesNotPauseIsHeldAllTheSame) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string&, const Command& command) {
+    return command.has_pause_replica();
+  };
+  v1::PauseReplicaRequest request = Pause("r1");
+  request.mutable_timeout()->set_seconds(5);
+  const int64_t pause = c.Ask(request);
+  c.Run();
+  c.Pass(absl::Seconds(6));
+  ASSERT_NE(c.Answered(pause), nullptr);
+  EXPECT_EQ(c.Answered(pause)->failure.reason(), "PAUSE_TIMEOUT");
+  EXPECT_EQ(c.Replica("r1").pause_holders_size(), 1);
+  const int64_t unknown = c.Ask(Pause("nobody"));
+  EXPECT_EQ(c.Answered(unknown)->failure.reason(), "REPLICA_UNKNOWN");
+}
+
+// ---- Rollback ----
+
+v1::RollbackModelRequest RollbackTo(int version) {
+  v1::RollbackModelRequest request;
+  request.set_version(VersionName(version));
+  return request;
+}
+v1::ReleaseModelRequest ReleaseIt() {
+  v1::ReleaseModelRequest request;
+  request.set_name(kModel);
+  return request;
+}
+
+TEST(RollbackTest, HoldsUntilItIsReleased) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  const std::string second = c.Version().update_id();
+  const int64_t rollback = c.Ask(RollbackTo(1));
+  c.Run();
+  ASSERT_NE(c.Answered(rollback), nullptr);
+  EXPECT_EQ(c.Answered(rollback)->failure.code(), 0)
+      << c.Answered(rollback)->failure.message();
+  EXPECT_EQ(absl::get<v1::Model>(c.Answered(rollback)->response).held_version(),
+            VersionName(1));
+  ExpectAllServe(c, first);
+  EXPECT_TRUE(c.engines["r1"].last_resume.weights_changed());
+  EXPECT_EQ(c.pinned.count({"n1", first}), 1u);
+
+  // A newer one is kept, not applied; also over a restart.
+  c.RestartCoordinator();
+  ExpectAllServe(c, first);
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().version(), 3);
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  const std::string third = c.Version().update_id();
+  ExpectAllServe(c, first);
+  EXPECT_TRUE(c.Replica("r1").behind());
+  // Who joins now joins on what is held.
+  c.AddReplica("r3", {"n1"});
+  c.Run();
+  ExpectAllServe(c, first);
+
+  const int64_t release = c.Ask(ReleaseIt());
+  c.Run();
+  ASSERT_NE(c.Answered(release), nullptr);
+  ExpectAllServe(c, third);
+  EXPECT_TRUE(c.pinned.empty());
+  EXPECT_NE(second, third);
+  ExpectNextPublishWorks(&c);
+}
+
+TEST(RollbackTest, FetchesWhatANodeHasNotKept) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  c.RestartNode("n2");  // its store is empty
+  c.Run();
+  const int64_t rollback = c.Ask(RollbackTo(1));
+  c.Run();
+  ASSERT_NE(c.Answered(rollback), nullptr);
+  EXPECT_EQ(c.Answered(rollback)->failure.code(), 0);
+  ExpectAllServe(c, first);
+}
+
+TEST(RollbackTest, IsRefusedByNameWhereItCannotBeDone) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.PublishAll(2);
+  c.Run();
+  const auto reason = [&](int version) {
+    return c.Answered(c.Ask(RollbackTo(version)))->failure.reason();
+  };
+  EXPECT_EQ(reason(7), "VERSION_UNKNOWN");
+  c.Publish(0);
+  c.Run();
+  EXPECT_EQ(reason(1), "UPDATE_RUNNING");
+  c.Pass(absl::Seconds(61));
+  EXPECT_EQ(reason(3), "VERSION_NOT_COMMITTED");
+  // The stores give up the first.
+  for (const char* node : {"n0", "n1", "n2"}) {
+    v1::NodeReport report;
+    report.mutable_update_evicted()->set_model(kModel);
+    report.mutable_update_evicted()->set_update_id(c.Version("1").update_id());
+    c.Report(node, report);
+  }
+  EXPECT_EQ(reason(1), "NO_HOLDER");
+  ExpectAllServe(c, c.Version("2").update_id());
+}
+
+TEST(RollbackTest, NamesWhoIsNotThereYet) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.PublishAll(2);
+  c.Run();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_apply_worker();
+  };
+  v1::RollbackModelRequest request = RollbackTo(1);
+  request.mutable_timeout()->set_seconds(5);
+  const int64_t rollback = c.Ask(request);
+  c.Run();
+  c.Pass(absl::Seconds(6));
+  EXPECT_EQ(c.Answered(rollback)->failure.reason(), "ROLLBACK_TIMEOUT");
+  EXPECT_THAT(c.Answered(rollback)->failure.message(), HasSubstr("r2"));
+  c.intercept = nullptr;
+  c.Pass(absl::Seconds(121));  // it goes on
+  ExpectAllServe(c, c.Version("1").update_id());
+}
+
+// ---- Nodes, versions, replicas ----
+
+TEST(DrainTest, ADrainedNodeGetsNoUpdatesAndIsNoHolder) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  v1::DrainNodeRequest drain;
+  drain.set_name("nodes/n2");
+  const int64_t call = c.Ask(drain);
+  EXPECT_TRUE(absl::get<v1::Node>(c.Answered(call)->response).draining());
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  EXPECT_EQ(c.engines["r2"].workers[0].update_id(), first);
+  EXPECT_FALSE(c.engines["r2"].paused);
+  EXPECT_EQ(c.engines["r1"].workers[0].update_id(), c.Version().update_id());
+  // It takes no new replicas.
+  c.AddReplica("r5", {"n2"});
+  EXPECT_EQ(c.Replica("r5").name(), "");
+  c.engines.erase("r5");
+  // Remembered, and undone.
+  c.RestartCoordinator();
+  c.Pass(absl::Seconds(31));
+  EXPECT_EQ(c.engines["r2"].workers[0].update_id(), first);
+  drain.set_undo(true);
+  c.Ask(drain);
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+  ExpectNextPublishWorks(&c);
+}
+
+TEST(DeleteTest, VersionsAndReplicasThatNobodyNeeds) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.PublishAll(2);
+  c.Run();
+  const auto remove = [&](int version) {
+    v1::DeleteVersionRequest request;
+    request.set_name(VersionName(version));
+    return c.Answered(c.Ask(request))->failure.reason();
+  };
+  EXPECT_EQ(remove(2), "VERSION_IN_USE");
+  const std::string first = c.Version("1").update_id();
+  EXPECT_EQ(remove(1), "");
+  EXPECT_EQ(c.CountCommands(Command::kDropUpdate), 3);
+  EXPECT_EQ(remove(1), "VERSION_UNKNOWN");
+  EXPECT_EQ(c.Answered(c.Ask(RollbackTo(1)))->failure.reason(),
+            "VERSION_UNKNOWN");
+  v1::DeleteReplicaRequest request;
+  request.set_name(ReplicaName("r1"));
+  EXPECT_EQ(c.Answered(c.Ask(request))->failure.reason(), "REPLICA_ALIVE");
+  c.LoseWorker("r1", 0);
+  v1::NodeReport left;
+  left.mutable_replica_left()->set_model(kModel);
+  left.mutable_replica_left()->set_replica("r1");
+  left.mutable_replica_left()->set_incarnation(c.engines["r1"].incarnation);
+  c.Report("n1", left);
+  EXPECT_EQ(c.Answered(c.Ask(request))->failure.reason(), "");
+  EXPECT_EQ(c.Replica("r1").name(), "");
+  c.engines.erase("r1");
+  ExpectNextPublishWorks(&c);
+}
+
+// ---- Verification ----
+
+TEST(VerifyTest, ADamagedWorkerIsNamedWithItsTensor) {
+  FakeCluster c;
+  c.AddStandard();
+  v1::VerifyReplicaRequest request;
+  request.set_name(ReplicaName("r2"));
+  EXPECT_EQ(c.Answered(c.Ask(request))->failure.reason(), "NOTHING_INSTALLED");
+  c.PublishAll(2);
+  c.Run();
+  int64_t verify = c.Ask(request);
+  c.Run();
+  ASSERT_NE(c.Answered(verify), nullptr);
+  auto response =
+      absl::get<v1::VerifyReplicaResponse>(c.Answered(verify)->response);
+  EXPECT_TRUE(response.equal()) << response.ShortDebugString();
+  EXPECT_EQ(response.version(), 1);
+  ASSERT_EQ(response.workers_size(), 2);
+  EXPECT_EQ(response.workers(0).tensor_count(), 1);
+
+  c.engines["r2"].damaged_worker = 1;
+  verify = c.Ask(request);
+  c.Run();
+  response = absl::get<v1::VerifyReplicaResponse>(c.Answered(verify)->response);
+  EXPECT_FALSE(response.equal());
+  EXPECT_EQ(response.workers(0).different_tensors_size(), 0);
+  ASSERT_EQ(response.workers(1).different_tensors_size(), 1);
+  EXPECT_EQ(response.workers(1).different_tensors(0), "w");
+  // What is known of the update outlives the coordinator.
+  c.engines["r2"].damaged_worker = -1;
+  c.RestartCoordinator();
+  verify = c.Ask(request);
+  c.Run();
+  EXPECT_TRUE(absl::get<v1::VerifyReplicaResponse>(c.Answered(verify)->response)
+                  .equal());
+  c.intercept = [](const std::string&, const Command& command) {
+    return command.has_digest_worker() &&
+           command.digest_worker().worker_index() == 1;
+  };
+  request.mutable_timeout()->set_seconds(3);
+  verify = c.Ask(request);
+  c.Run();
+  c.Pass(absl::Seconds(4));
+  EXPECT_EQ(c.Answered(verify)->failure.reason(), "VERIFY_TIMEOUT");
+  EXPECT_THAT(c.Answered(verify)->failure.message(), HasSubstr("worker 1"));
+}
+
+// ---- A journal that was lost ----
+
+TEST(AdoptTest, TheNodesWordBecomesWhatIsKnown) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2, 41);
+  c.Run();
+  const std::string held = c.Version().update_id();
+  const std::string cluster = c.coordinator->cluster_id();
+  v1::AdoptClusterRequest adopt;
+  EXPECT_EQ(c.Answered(c.Ask(adopt))->failure.reason(), "NOT_LOST");
+
+  c.journal = JournalState();
+  c.remembered_cluster = cluster;
+  c.RestartCoordinator();
+  v1::Cluster shown;
+  c.coordinator->FillCluster(&shown);
+  EXPECT_EQ(shown.blocked().reason(), "JOURNAL_LOST");
+  EXPECT_EQ(c.Answered(c.Ask(Pause("r1")))->failure.reason(), "JOURNAL_LOST");
+  adopt.set_cluster_id("another");
+  EXPECT_EQ(c.Answered(c.Ask(adopt))->failure.reason(), "CLUSTER_MISMATCH");
+  adopt.clear_cluster_id();
+  const int64_t call = c.Ask(adopt);
+  ASSERT_EQ(c.Answered(call)->failure.code(), 0)
+      << c.Answered(call)->failure.message();
+  EXPECT_EQ(c.coordinator->cluster_id(), cluster);
+  EXPECT_GT(c.coordinator->term(), 1);
+  for (const char* node : {"n0", "n1", "n2"}) c.Reconnect(node);
+  c.Run();
+  c.Pass(absl::Seconds(31));  // while nodes come nothing is opened
+  // What they serve is the floor: no number is given twice.
+  EXPECT_EQ(c.Version().version(), 41);
+  EXPECT_EQ(c.Version().update_id(), held);
+  ExpectAllServe(c, held);
+  EXPECT_EQ(c.Replica("r1").version(), 41);
+  ExpectNextPublishWorks(&c);
+  EXPECT_EQ(c.Version().version(), 42);
+  // And it stays so.
+  c.RestartCoordinator();
+  EXPECT_EQ(c.coordinator->cluster_id(), cluster);
+  c.Pass(absl::Seconds(31));
+  ExpectNextPublishWorks(&c);
+  EXPECT_EQ(c.Version().version(), 43);
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync

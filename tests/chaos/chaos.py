@@ -1,0 +1,546 @@
+"""Breaks clusters and watches what their replicas serve. Started by tests/chaos/run.sh.
+
+A cluster lives for several trials; what one trial leaves behind (a restarted node, a replica that is
+behind) the next one meets. Everything random follows from the seed, the cluster's number and the
+machine's own timing.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from tests.chaos import checker as checkers
+from tests.chaos import cluster as clusters
+from tests.chaos import faults, limits, network
+
+TRIALS_PER_CLUSTER = 10
+# From the end of the fault until every living replica serves a version published after it.
+BOUND = 30.0
+# A kind of fault with so many trials must have hit an update in flight.
+ENOUGH_TRIALS = 5
+
+# What updates are drawn from: (weight, words of the publish command).
+COMMIT = [(6, {}), (4, {"evict": True})]
+UPDATE_MODE = [(1, {})]
+PAUSE_MODE = [(1, {})]
+
+IDLE = "idle"
+STATES = [
+    *(IDLE, "GATHERING", "PREPARING", "MOVING", "PAUSING"),
+    *("COMMITTING", "COMMITTED", "APPLYING", "RESUMING"),
+]
+# The state in which an update is once its coordinator has passed a point.
+STATE_AFTER = {
+    "coordinator:journal:update_opened": "GATHERING",
+    "coordinator:command:prepare_update": "PREPARING",
+    "coordinator:command:move_update": "MOVING",
+    "coordinator:command:pause_replica": "PAUSING",
+    "coordinator:journal:stream_begun": "MOVING",
+    "coordinator:journal:update_committed": "COMMITTING",
+    "coordinator:journalled:update_committed": "COMMITTED",
+    "coordinator:command:apply_worker": "APPLYING",
+    "coordinator:command:resume_replica": "RESUMING",
+    "coordinator:journalled:update_ended": IDLE,
+}
+
+
+class StateOfUpdate:
+    """Follows the newest update by the points that its coordinator passes."""
+
+    def __init__(self):
+        self.state, self._update = IDLE, ""
+
+    def feed(self, line):
+        if line["ev"] == "daemon" and line["coordinator"]:
+            # It takes up what was committed, and gives up what was not.
+            if self.state not in ("COMMITTED", "APPLYING", "RESUMING"):
+                self.state = IDLE
+            return
+        state = line["ev"] == "point" and STATE_AFTER.get(line["point"])
+        if not state:
+            return
+        if line["point"] == "coordinator:journal:update_opened":
+            self._update = line["update"]
+        elif line["update"] != self._update:
+            return
+        if self.state == IDLE and state != "GATHERING" and state != IDLE:
+            return  # a replica that joins late
+        self.state = state
+
+
+def pick(rng, table):
+    return dict(rng.choices([words for _, words in table], [weight for weight, _ in table])[0])
+
+
+class Trial:
+    def __init__(self, number, kind):
+        self.number, self.kind = number, kind
+        self.state = IDLE
+        self.point = ""
+        self.detail = ""
+        self.recovery = None
+        self.violations = []
+        self.stuck = ""
+
+
+class Run:
+    """One cluster and its trials."""
+
+    def __init__(self, arguments, number, work, programs, memory, net):
+        self.arguments, self.number, self.programs = arguments, number, programs
+        self.rng = random.Random(f"{arguments.seed}/{number}")
+        self.dir = f"{work}/c{number}"
+        os.makedirs(self.dir)
+        self.disk = net and limits.mount_small_disk(f"{self.dir}/state0")
+        self.cluster = clusters.Cluster(
+            self.dir, programs, arguments.seed * 1000 + number, self.rng, net, memory
+        )
+        self.checker = checkers.Checker()
+        self.cluster.on_line = self._on_line
+        self.cluster.on_commits = self.checker.commits
+        self.cluster.on_hit = self._on_hit
+        self.state = StateOfUpdate()
+        self.version = 0
+        self.content = 0
+        # content -> {rank: whether its call and its wait have ended well}
+        self._outcomes = collections.defaultdict(dict)
+        self._reasons = {}
+        # content -> {rank: how often it had been started when it was asked}
+        self._asked = {}
+        self._hit = None
+        self._armed = 0
+        self._pending = []
+        # Seconds from publish until all serve it.
+        self._usual = 0.3
+        # Of `recover`: violations, and when it began.
+        self._found = []
+        self._began = 0
+
+    # ---- what is heard ----
+
+    def _on_line(self, line):
+        self.state.feed(line)
+        # Steps are judged when the journal has been read again.
+        self._pending.append(line)
+        if line["ev"] in ("connect", "published", "outcome"):
+            rank = line["who"]
+            if line["ev"] == "outcome" or not line["ok"]:
+                self._outcomes[line["content"]][rank] = line["ok"]
+                if not line["ok"]:
+                    self._reasons[line["content"]] = line.get("reason", "")
+
+    def _on_hit(self, hit):
+        if hit["hit"] == self._armed and self._hit is None:
+            self._hit = hit
+        else:
+            self.cluster.tell(hit["who"], {"cmd": "go", "id": hit["hit"]})
+
+    def judge(self):
+        self.cluster.read_logs()
+        self.cluster.read_journal()
+        lines, self._pending = self._pending, []
+        for line in lines:
+            self.checker.feed(line)
+        violations, self.checker.violations = self.checker.violations, []
+        return violations
+
+    # ---- what is done ----
+
+    def start(self):
+        cluster, rng = self.cluster, self.rng
+        nodes = self.arguments.nodes
+        # With few nodes the coordinator's is a source or a receiver too.
+        cluster.source = 1 if nodes >= 4 else rng.choice([0, 1])
+        cluster.receivers = [n for n in range(nodes) if n != cluster.source and (n or nodes < 3)]
+        if len(cluster.receivers) < 2:
+            cluster.receivers = [n for n in range(nodes) if n or nodes < 3]
+        cluster.joining_node = nodes
+        for node in range(nodes):
+            cluster.add_node(node).start()
+        for rank in range(clusters.WORLD_SIZE):
+            # Mostly together; otherwise one of them where a replica is.
+            node = cluster.source if rank == 0 or rng.random() < 0.7 else cluster.receivers[0]
+            cluster.add_rank(rank, node).start()
+        first, last = cluster.receivers[0], cluster.receivers[-1]
+        paused = cluster.starts_paused
+        cluster.add_engine("one", first, [first], paused).start()
+        cluster.add_engine("two", last, [last, last], paused).start()
+        cluster.add_engine("wide", first, [first, last], paused).start()
+        return self.recover(60)[0]
+
+    def options(self):
+        return {
+            **pick(self.rng, COMMIT),
+            **pick(self.rng, UPDATE_MODE),
+            **pick(self.rng, PAUSE_MODE),
+        }
+
+    def publish(self, version=None, **words):
+        """Tells all ranks; returns the content."""
+        self.content += 1
+        if version is None:
+            self.version += 1
+            version = self.version
+        command = {"cmd": "publish", "version": version, "content": self.content, **words}
+        self._asked[self.content] = {rank: rank.starts for rank in self.cluster.ranks}
+        for rank in self.cluster.ranks:
+            rank.tell(**command)
+        return self.content
+
+    def ended(self, content):
+        """Whether every rank has told how it went, or has died."""
+        return all(
+            rank.name in self._outcomes[content] or rank.starts != starts or not rank.alive
+            for rank, starts in self._asked[content].items()
+        )
+
+    def served_by_all(self, content):
+        violations = self.judge()
+        self._found += violations
+        for replica in self.cluster.engines:
+            serving = self.checker.serving.get(replica)
+            if serving is None or serving[0] != content:
+                return False
+            # Of the engine that lives now.
+            if serving[1]["began"] < self._began:
+                return False
+        return True
+
+    def recover(self, bound, version=None):
+        """Publishes until every living replica serves something published in here."""
+        self._found = []
+        now = self.cluster.now
+        began = now()
+        self._began = time.monotonic_ns()
+        while now() - began < bound:
+            published = now()
+            content = self.publish(version, **self.options())
+            version = None
+            # Its calls end, or a replica is late; then there is another one.
+            left = bound - (now() - began)
+            self.cluster.run_until(
+                lambda: self.ended(content) or self.served_by_all(content), min(9, left)
+            )
+            well = [self._outcomes[content].get(rank.name) for rank in self.cluster.ranks]
+            grace = 2 if all(well) else 0.05
+            if self.cluster.run_until(lambda: self.served_by_all(content), min(grace, left)):
+                ended = now()
+                # Of an update that nothing disturbs.
+                self._usual = min(2 * self._usual, 0.7 * self._usual + 0.3 * (ended - published))
+                return True, ended - began
+        return False, bound
+
+    def trial(self, number, kind):
+        trial = Trial(number, kind)
+        cluster, rng, now = self.cluster, self.rng, self.cluster.now
+        fault = faults.KINDS[kind](cluster, rng)
+        self._hit = None
+        self._armed = number * 1000 + 1
+        trigger = fault.trigger()
+        if trigger:
+            name, point, skip = trigger
+            cluster.tell(name, {"cmd": "arm", "id": self._armed, "point": point, "skip": skip})
+        began = now()
+        strike_after = None if trigger else rng.uniform(0, 1.1 * self._usual)
+        content = self.publish(**self.options())
+        version = self.version
+
+        def due():
+            if strike_after is not None:
+                return now() - began >= strike_after
+            return self._hit is not None or self.ended(content)
+
+        cluster.run_until(due, 5)
+        cluster.read_logs()
+        trial.state = self.state.state
+        trial.point = self._hit["point"] if self._hit else "a random time"
+        lasts = fault.strike(self._hit)
+        trial.detail = fault.describe()
+        if self._hit:
+            cluster.tell(self._hit["who"], {"cmd": "go", "id": self._hit["hit"]})
+        else:
+            for name in cluster.processes:
+                cluster.tell(name, {"cmd": "disarm"})
+        if lasts is not None:
+            # The trainer does not know, and goes on.
+            over = now() + lasts
+            while now() < over:
+                cluster.run_until(
+                    lambda: self.ended(content) or now() >= over, lasts
+                )
+                if now() < over and not fault.republish:
+                    content = self.publish(**{**self.options(), **fault.meanwhile})
+            fault.heal()
+        ok, trial.recovery = self.recover(BOUND, version if fault.republish else None)
+        trial.violations = self._found + self.judge()
+        if not ok:
+            trial.stuck = self.diagnose()
+        return trial
+
+    # ---- what is kept ----
+
+    def ctl(self, *words):
+        try:
+            return subprocess.run(
+                [
+                    self.programs["weightsyncctl"],
+                    *words,
+                    f"--address=unix:{self.dir}/n0.sock",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=10,
+            ).stdout
+        except subprocess.TimeoutExpired:
+            return "no answer"
+
+    def diagnose(self):
+        late = []
+        for replica in self.cluster.engines:
+            serving = self.checker.serving.get(replica)
+            late.append(f"{replica} serves content {serving and serving[0]}")
+        ended = [p.name for p in self.cluster.processes.values() if not p.alive]
+        text = (
+            f"content {self.content}, version {self.version}, last reasons "
+            f"{list(self._reasons.items())[-3:]}; {'; '.join(late)}; not running: {ended}"
+        )
+        with open(f"{self.dir}/diagnosis", "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            for what in ("status", "replicas", "nodes", "versions"):
+                file.write(f"--- {what}\n{self.ctl(what)}\n")
+        return text
+
+    def keep(self, where, name):
+        shutil.rmtree(f"{where}/{name}", ignore_errors=True)
+        shutil.copytree(
+            self.dir,
+            f"{where}/{name}",
+            ignore=lambda d, names: [
+                n for n in names if not n.endswith((".jsonl", ".err", "diagnosis", ".journal"))
+                and not os.path.isdir(f"{d}/{n}")
+            ],
+        )
+
+    def destroy(self):
+        self.cluster.destroy()
+        if self.disk:
+            limits.unmount(f"{self.dir}/state0")
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+
+def deck(seed, kinds, trials):
+    """Every kind as often as any other, in a random order."""
+    rng = random.Random(seed)
+    cards = []
+    while len(cards) < trials:
+        round_of = sorted(kinds)
+        rng.shuffle(round_of)
+        cards += round_of
+    return cards[:trials]
+
+
+def table(trials):
+    """Fault x state of the update at the hit."""
+    width = max(len(kind) for kind in faults.KINDS) + 1
+    kinds = sorted({trial.kind for trial in trials}, key=list(faults.KINDS).index)
+    counts = collections.Counter((trial.kind, trial.state) for trial in trials)
+    lines = ["".ljust(width) + " ".join(state.rjust(10) for state in STATES)]
+    for kind in kinds:
+        row = [str(counts[(kind, state)] or "-").rjust(10) for state in STATES]
+        lines.append(kind.ljust(width) + " ".join(row))
+    lines.append("")
+    lines.append(
+        f"{'fault'.ljust(width)} {'trials':>7} {'in flight':>9} {'mixed':>6} {'stuck':>6} "
+        f"{'worst recovery':>15}"
+    )
+    for kind in kinds:
+        mine = [trial for trial in trials if trial.kind == kind]
+        in_flight = sum(trial.state != IDLE for trial in mine)
+        worst = max(trial.recovery for trial in mine)
+        lines.append(
+            f"{kind.ljust(width)} {len(mine):>7} {in_flight:>9} "
+            f"{sum(bool(t.violations) for t in mine):>6} {sum(bool(t.stuck) for t in mine):>6} "
+            f"{worst:>13.1f} s"
+        )
+    return "\n".join(lines)
+
+
+def missed(trials):
+    """Kinds of fault that had enough trials and never hit an update in flight."""
+    counts = collections.Counter(trial.kind for trial in trials)
+    hits = {trial.kind for trial in trials if trial.state != IDLE}
+    return sorted(k for k, count in counts.items() if count >= ENOUGH_TRIALS and k not in hits)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(prog="tests/chaos/run.sh", description=__doc__)
+    parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=4, help="daemons, without one that joins")
+    parser.add_argument("--minutes", type=float, help="no further trial begins after so long")
+    parser.add_argument("--cluster", type=int, help="replay only this cluster of the run")
+    parser.add_argument("--kinds", help="only kinds of fault that contain this text")
+    parser.add_argument("--keep", help="logs of clusters with a finding are kept here")
+    parser.add_argument("--json", help="totals are also written to this file")
+    parser.add_argument("--sum", nargs="+", help="add up what --json wrote, and run nothing")
+    parser.add_argument("--programs", help="where the programs were built")
+    arguments = parser.parse_args(argv)
+    if arguments.nodes < 3:
+        parser.error("--nodes must be at least 3: a replica spans two of them")
+    return arguments
+
+
+def programs(root):
+    return {
+        "weightsyncd_faulty": f"{root}/tests/chaos/weightsyncd_faulty",
+        "engine": f"{root}/tests/chaos/engine",
+        "trainer": f"{root}/tests/chaos/trainer",
+        "weightsyncctl": f"{root}/client/ctl/weightsyncctl",
+    }
+
+
+def add_up(paths):
+    """Runs by seed, as one: what --json wrote of each."""
+    trials, totals = [], collections.Counter()
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            part = json.load(file)
+        for kind, state, mixed, stuck, recovery in part["each"]:
+            trial = Trial(len(trials), kind)
+            trial.state, trial.violations = state, ["one"] if mixed else []
+            trial.stuck, trial.recovery = "so" if stuck else "", recovery
+            trials.append(trial)
+        totals.update({k: part[k] for k in ("trials", "mixed", "stuck", "steps_checked", "restarts")})
+    print(table(trials))
+    never = missed(trials)
+    worst = round(max(trial.recovery for trial in trials), 2)
+    print(json.dumps({**totals, "never_hit": never, "worst_recovery_s": worst, "bound_s": BOUND}))
+    return 1 if totals["mixed"] or totals["stuck"] or never else 0
+
+
+def main(argv):
+    arguments = parse(argv)
+    if arguments.sum:
+        return add_up(arguments.sum)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    namespaces = network.available()
+    memory, why_no_memory = limits.memory() if namespaces else (None, "needs root")
+    kinds, left_out = faults.usable(namespaces, memory, namespaces)
+    if not namespaces:
+        print("No root: process faults only, all daemons on this host.")
+    for kind, why in left_out.items():
+        print(f"left out: {kind}: {why}")
+    if arguments.kinds:
+        kinds = {name: kind for name, kind in kinds.items() if arguments.kinds in name}
+    print(
+        f"bound: {BOUND:.0f} s from the end of a fault until every living replica serves a version "
+        "published after it"
+    )
+    work = tempfile.mkdtemp(prefix="wschaos.")
+    keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")
+    trials, steps, restarts = [], 0, 0
+    cards = deck(arguments.seed, kinds, arguments.trials)
+    began = time.monotonic()
+    run, cluster_number, net = None, -1, None
+    over = False
+    try:
+        if namespaces:
+            # One for all clusters, with a host for a node that joins.
+            net = network.Network(f"wsc{os.getpid()}")
+            for node in range(arguments.nodes + 1):
+                net.add(node)
+        for number, kind in enumerate(cards):
+            if arguments.minutes and time.monotonic() - began > arguments.minutes * 60:
+                print(f"stopped after {arguments.minutes:g} minutes, as asked")
+                over = True
+                break
+            if arguments.cluster not in (None, number // TRIALS_PER_CLUSTER):
+                continue
+            if run is None or cluster_number != number // TRIALS_PER_CLUSTER:
+                if run:
+                    steps, restarts = steps + run.checker.steps, restarts + run.cluster.restarts
+                    run.destroy()
+                cluster_number = number // TRIALS_PER_CLUSTER
+                run = Run(
+                    arguments, cluster_number, work, programs(arguments.programs), memory, net
+                )
+                if not run.start():
+                    print("     a new cluster did not come up", flush=True)
+            trial = run.trial(number, kind)
+            trials.append(trial)
+            print(
+                f"{number:4} {kind:30} {trial.state:10} at {trial.point} {trial.detail}: "
+                f"{trial.recovery:.1f} s",
+                flush=True,
+            )
+            if trial.violations or trial.stuck:
+                name = f"seed{arguments.seed}-trial{number}"
+                run.keep(keep, name)
+                for violation in trial.violations[:5]:
+                    print(f"     {violation.kind} {violation.who}: {violation.detail}")
+                if trial.stuck:
+                    print(f"     STUCK: {trial.stuck}")
+                print(
+                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh --seed {arguments.seed} "
+                    f"--trials {arguments.trials} --cluster {cluster_number}",
+                    flush=True,
+                )
+                steps, restarts = steps + run.checker.steps, restarts + run.cluster.restarts
+                run.destroy()
+                run = None
+    finally:
+        if run:
+            steps, restarts = steps + run.checker.steps, restarts + run.cluster.restarts
+            run.destroy()
+        if net:
+            net.destroy()
+        shutil.rmtree(work, ignore_errors=True)
+        if not os.listdir(keep):
+            os.rmdir(keep)
+    if not trials:
+        print("no trial ran")
+        return 1
+    print()
+    print(table(trials))
+    never = missed(trials)
+    for kind in never:
+        print(f"NEVER HIT an update in flight in {ENOUGH_TRIALS} trials or more: {kind}")
+    totals = {
+        "seed": arguments.seed,
+        "trials": len(trials),
+        "mixed": sum(bool(trial.violations) for trial in trials),
+        "stuck": sum(bool(trial.stuck) for trial in trials),
+        "never_hit": never,
+        "worst_recovery_s": round(max(trial.recovery for trial in trials), 2),
+        "bound_s": BOUND,
+        "steps_checked": steps,
+        "restarts": restarts,
+        "seconds": round(time.monotonic() - began, 1),
+        "stopped_early": over,
+    }
+    print(json.dumps(totals))
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(
+                {
+                    **totals,
+                    "each": [
+                        [t.kind, t.state, bool(t.violations), bool(t.stuck), t.recovery]
+                        for t in trials
+                    ],
+                },
+                file,
+            )
+    return 1 if totals["mixed"] or totals["stuck"] or never else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

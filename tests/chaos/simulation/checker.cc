@@ -1,0 +1,157 @@
+#include "tests/chaos/simulation/checker.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace weightsync {
+namespace simulation {
+
+using internal::v1::JournalRecord;
+
+std::string Describe(const Memory& memory) {
+  switch (memory.kind) {
+    case Memory::kOwn:
+      return "its own";
+    case Memory::kInstalled:
+      return memory.update_id;
+    case Memory::kWriting:
+      return absl::StrCat("a mix with ", memory.update_id);
+    case Memory::kNothing:
+      return "nothing";
+  }
+  return "?";
+}
+
+void Checker::Violation(std::string sentence) {
+  if (violations_.size() < 16) violations_.push_back(std::move(sentence));
+}
+
+void Checker::Journalled(const JournalRecord& record) {
+  switch (record.record_case()) {
+    case JournalRecord::kUpdateOpened: {
+      const auto& opened = record.update_opened();
+      const std::string& model = opened.model();
+      if (opened.version() < floors_[model] ||
+          (opened.version() == floors_[model] && !aborted_floor_[model])) {
+        Violation(absl::StrCat("version ", opened.version(),
+                               " was given out again, the floor is ",
+                               floors_[model]));
+      }
+      if (std::find(opened_.begin(), opened_.end(), opened.update_id()) !=
+          opened_.end()) {
+        Violation(absl::StrCat(opened.update_id(), " was opened twice"));
+      }
+      floors_[model] = opened.version();
+      aborted_floor_[model] = false;
+      opened_.push_back(opened.update_id());
+      return;
+    }
+    case JournalRecord::kUpdateCommitted: {
+      const std::string& id = record.update_committed().update_id();
+      auto ended = ends_.find(id);
+      if (ended != ends_.end() && !ended->second) {
+        Violation(absl::StrCat(id, " was committed after it was aborted"));
+      }
+      if (!opened_.empty() && opened_.back() != id) {
+        Violation(absl::StrCat(id, " was committed after a newer update, ",
+                               opened_.back(), ", was opened"));
+      }
+      commits_.emplace(id, static_cast<int>(commits_.size()) + 1);
+      return;
+    }
+    case JournalRecord::kUpdateEnded: {
+      const auto& end = record.update_ended();
+      const std::string& id = end.update_id();
+      const bool active = end.active() || end.superseded() || end.lost();
+      if (!active && Committed(id)) {
+        Violation(absl::StrCat(
+            id, " was aborted after its commit: ", end.failure().message()));
+      }
+      if (end.active() && !Committed(id)) {
+        Violation(absl::StrCat(id, " ended well and was never committed"));
+      }
+      ends_.emplace(id, active);
+      if (!active) aborted_floor_[end.model()] = true;
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+void Checker::Restarted(const std::string& replica) { served_[replica] = 0; }
+
+void Checker::Serves(const std::string& replica,
+                     const std::vector<Memory>& workers) {
+  for (const Memory& worker : workers) {
+    if (worker.kind == Memory::kWriting || worker.kind == Memory::kNothing ||
+        !(worker == workers[0])) {
+      std::string sentence = absl::StrCat(replica, " generates with a mix:");
+      for (const Memory& each : workers) {
+        absl::StrAppend(&sentence, " [", Describe(each), "]");
+      }
+      return Violation(std::move(sentence));
+    }
+  }
+  int order = 0;
+  if (workers[0].kind == Memory::kInstalled) {
+    auto commit = commits_.find(workers[0].update_id);
+    if (commit == commits_.end()) {
+      return Violation(absl::StrCat(replica, " generates with ",
+                                    workers[0].update_id,
+                                    ", which was never committed"));
+    }
+    order = commit->second;
+  }
+  int& before = served_[replica];
+  if (order < before) {
+    Violation(absl::StrCat(replica, " generates with ", Describe(workers[0]),
+                           ", older than what it served before"));
+  }
+  before = order;
+}
+
+void Checker::Writes(const std::string& replica, int worker, bool engine_runs,
+                     const std::string& update_id) {
+  if (engine_runs) {
+    Violation(absl::StrCat("worker ", worker, " of ", replica, " writes ",
+                           update_id, " while the engine generates"));
+  }
+  if (!Committed(update_id)) {
+    Violation(absl::StrCat("worker ", worker, " of ", replica, " writes ",
+                           update_id, ", which is not committed"));
+  }
+}
+
+void Checker::ToldEnd(const std::string& update_id, bool committed) {
+  if (committed != Committed(update_id)) {
+    Violation(absl::StrCat(
+        "a node was told that ", update_id,
+        committed ? " is committed, and it is not in the journal"
+                  : " was given up, and it is committed in the journal"));
+  }
+}
+
+void Checker::Outcome(const std::string& update_id, bool active) {
+  if (active && !Committed(update_id)) {
+    Violation(absl::StrCat("a rank was told that ", update_id,
+                           " is active; it was never committed"));
+  }
+  const auto told = outcomes_.emplace(update_id, active);
+  if (told.first->second != active) {
+    Violation(absl::StrCat("ranks were told two outcomes of ", update_id));
+  }
+}
+
+void Checker::Answered(int rank, int64_t call, const std::string& update_id,
+                       const std::string& reason) {
+  if (update_id.empty() && reason.empty()) {
+    Violation(absl::StrCat("call ", call, " of rank ", rank,
+                           " failed without a reason"));
+  }
+}
+
+}  // namespace simulation
+}  // namespace weightsync

@@ -1,0 +1,106 @@
+// Random histories of a whole cluster, and faults planted in the harness to see
+// that it would report them. A seed that fails is replayed, event by event, by
+//   bazel run //tests/chaos/simulation:simulate -- --seed=N --trace
+
+#include <cstdint>
+#include <ostream>
+#include <sstream>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_join.h"
+#include "glog/logging.h"
+#include "gtest/gtest.h"
+#include "tests/chaos/simulation/world.h"
+
+namespace weightsync {
+namespace simulation {
+namespace {
+
+constexpr int64_t kHistories = 200000;
+constexpr int64_t kParts = 16;
+
+void BeQuiet() {
+  FLAGS_logtostderr = true;
+  FLAGS_minloglevel = 4;
+}
+
+class HistoriesTest : public ::testing::TestWithParam<int64_t> {};
+
+TEST_P(HistoriesTest, KeepEveryPromise) {
+  BeQuiet();
+  constexpr int64_t kEach = kHistories / kParts;
+  int64_t commits = 0;
+  int64_t faults = 0;
+  int failed = 0;
+  for (int64_t i = 0; i < kEach && failed < 3; ++i) {
+    const uint64_t seed = static_cast<uint64_t>(GetParam() * kEach + i + 1);
+    const Outcome outcome = World(seed, Odds(), Planted::kNone, nullptr).Run();
+    commits += outcome.commits;
+    for (const auto& fault : outcome.faults) faults += fault.second;
+    if (outcome.violations.empty()) continue;
+    ++failed;
+    ADD_FAILURE() << "seed " << seed << ": "
+                  << absl::StrJoin(outcome.violations, "\n  ");
+  }
+  // Histories in which nothing happens prove nothing.
+  EXPECT_GT(commits, kEach);
+  EXPECT_GT(faults, kEach);
+}
+
+INSTANTIATE_TEST_SUITE_P(Parts, HistoriesTest,
+                         ::testing::Range(int64_t{0}, kParts));
+
+TEST(SimulationTest, ASeedReplaysExactly) {
+  BeQuiet();
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    std::ostringstream first;
+    std::ostringstream second;
+    World(seed, Odds(), Planted::kNone, &first).Run();
+    World(seed, Odds(), Planted::kNone, &second).Run();
+    EXPECT_EQ(first.str(), second.str()) << "seed " << seed;
+    EXPECT_GT(first.str().size(), 1000u);
+  }
+}
+
+// The sentence that must be among those of some history.
+struct Plant {
+  const char* name;
+  Planted planted;
+  const char* sentence;
+};
+
+class CheckerTest : public ::testing::TestWithParam<Plant> {};
+
+TEST_P(CheckerTest, ReportsIt) {
+  BeQuiet();
+  for (uint64_t seed = 1; seed <= 400; ++seed) {
+    const Outcome outcome =
+        World(seed, Odds(), GetParam().planted, nullptr).Run();
+    for (const std::string& violation : outcome.violations) {
+      if (absl::StrContains(violation, GetParam().sentence)) return;
+    }
+  }
+  FAIL() << "nobody noticed";
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Planted, CheckerTest,
+    ::testing::Values(
+        Plant{"CommitAfterTelling", Planted::kCommitAfterTelling,
+              "which is not committed"},
+        Plant{"CommitForgotten", Planted::kCommitForgotten,
+              "was aborted after its commit"},
+        Plant{"MixedReplica", Planted::kMixedReplica, "generates with a mix"},
+        Plant{"PauseNotDone", Planted::kPauseNotDone,
+              "while the engine generates"},
+        Plant{"NoDeadlines", Planted::kNoDeadlines, "stuck after"},
+        Plant{"AnswerLost", Planted::kAnswerLost, "stuck after"},
+        Plant{"TwoOutcomes", Planted::kTwoOutcomes, "two outcomes"},
+        Plant{"OlderWeights", Planted::kOlderWeights,
+              "older than what it served before"}),
+    [](const auto& test) { return std::string(test.param.name); });
+
+}  // namespace
+}  // namespace simulation
+}  // namespace weightsync

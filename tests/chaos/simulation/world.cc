@@ -1,0 +1,262 @@
+#include "tests/chaos/simulation/world.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+namespace weightsync {
+namespace simulation {
+
+namespace {
+
+// Histories that do nothing for this long after the last fault are stuck.
+constexpr Time kPatience = 120 * kSecond;
+// From a version's end until every engine generates with it.
+constexpr Time kSettle = 15 * kSecond;
+
+}  // namespace
+
+World::World(uint64_t seed, const Odds& odds, Planted planted,
+             std::ostream* trace)
+    : odds_(odds), planted_(planted), trace_(trace), random_(seed) {
+  events_.reserve(256);
+}
+
+World::~World() = default;
+
+absl::Time World::Clock() const {
+  return absl::FromUnixSeconds(1000000) + absl::Microseconds(now_);
+}
+
+void World::TraceTime() {
+  std::string text = absl::StrCat(now_ / kSecond, ".");
+  const std::string rest = absl::StrCat(now_ % kSecond);
+  text.append(6 - rest.size(), '0');
+  text.append(rest);
+  *trace_ << std::string(text.size() < 11 ? 11 - text.size() : 0, ' ') << text
+          << "  ";
+}
+
+void World::At(Time at, std::function<void()> what) {
+  events_.push_back({std::max(at, now_), event_number_++, std::move(what)});
+  std::push_heap(events_.begin(), events_.end(), Later);
+}
+
+void World::By(Process* process, Time delay, std::function<void()> what) {
+  At(now_ + delay,
+     [this, process, life = process->life, what = std::move(what)]() mutable {
+       if (process->life != life) return;
+       if (now_ < process->stopped_until) {
+         By(process, process->stopped_until - now_, std::move(what));
+         return;
+       }
+       what();
+     });
+}
+
+Time World::Delay() {
+  if (random_.Chance(odds_.message_delayed)) {
+    return random_.Between(50 * kMillisecond, 2 * kSecond);
+  }
+  return random_.Between(200, 20 * kMillisecond);
+}
+
+Time World::LocalDelay(Time* last) {
+  *last = std::max(*last + 1, now_ + random_.Between(50, 2000));
+  return *last - now_;
+}
+
+void World::Build() {
+  options_.coordinator_node = "n0";
+  options_.random_id = [this] { return absl::StrCat("u", next_id_++); };
+  options_.gather_timeout = absl::Seconds(6);
+  options_.prepare_timeout = absl::Seconds(3);
+  options_.progress_timeout = absl::Seconds(2);
+  options_.pause_timeout = absl::Seconds(4);
+  options_.apply_timeout = absl::Seconds(4);
+  options_.resume_timeout = absl::Seconds(3);
+  options_.publish_timeout = absl::Seconds(9);
+  options_.heartbeat_interval = absl::Seconds(1);
+  options_.heartbeat_timeout = absl::Seconds(3);
+  options_.node_reconnect_grace = absl::Seconds(2);
+  options_.recovery_timeout = absl::Seconds(6);
+
+  named_versions_ = random_.Chance(odds_.named_versions);
+  evict_stragglers_ = random_.Chance(odds_.evict_stragglers);
+  request_ids_ = !random_.Chance(odds_.no_request_id);
+
+  nodes_.resize(3);
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    nodes_[i].name = absl::StrCat("n", i);
+  }
+  const bool beside = random_.Chance(odds_.trainer_beside_engines);
+  ranks_.resize(random_.Chance(odds_.second_rank) ? 2 : 1);
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    ranks_[i].node = beside ? static_cast<int>(i) : 0;
+  }
+  const int first = beside ? 0 : 1;
+  engines_.resize(random_.Chance(odds_.second_replica) ? 2 : 1);
+  for (size_t i = 0; i < engines_.size(); ++i) {
+    Engine& engine = engines_[i];
+    engine.name = absl::StrCat("r", i);
+    engine.node = i == 0 ? first : 2;
+    engine.workers.resize(random_.Chance(odds_.two_workers) ? 2 : 1);
+    for (Worker& worker : engine.workers) worker.node = engine.node;
+    if (engine.workers.size() == 2 &&
+        random_.Chance(odds_.replica_over_two_nodes)) {
+      engine.workers[1].node = i == 0 ? 2 : first;
+    }
+  }
+}
+
+Outcome World::Run() {
+  Build();
+  StartCoordinator(/*impostor=*/false);
+  for (size_t i = 0; i < nodes_.size(); ++i) StartNode(static_cast<int>(i));
+  for (size_t i = 0; i < engines_.size(); ++i) {
+    StartEngine(static_cast<int>(i));
+  }
+  for (size_t i = 0; i < ranks_.size(); ++i) StartRank(static_cast<int>(i));
+  PlanFaults();
+  give_up_ = quiet_ + kPatience;
+  After(random_.Between(300 * kMillisecond, kSecond), [this] { Round(); });
+
+  while (!over_ && checker_.ok()) {
+    if (events_.empty()) {
+      checker_.Violation("nothing happens any more");
+      break;
+    }
+    std::pop_heap(events_.begin(), events_.end(), Later);
+    Event event = std::move(events_.back());
+    events_.pop_back();
+    now_ = event.at;
+    if (now_ > give_up_) {
+      SayWhatWaits();
+      break;
+    }
+    ++outcome_.events;
+    event.what();
+  }
+  outcome_.violations = checker_.violations();
+  for (const std::string& violation : outcome_.violations) {
+    Trace("VIOLATION ", violation);
+  }
+  for (const std::string& update : checker_.opened()) {
+    if (checker_.Committed(update)) {
+      ++outcome_.commits;
+    } else {
+      ++outcome_.aborts;
+    }
+  }
+  outcome_.recovery = now_ - quiet_;
+  return outcome_;
+}
+
+// ---- The job: all ranks publish, learn what came of it, and go on ----
+
+void World::Round() {
+  ++round_;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    Rank& rank = ranks_[i];
+    rank.state = Rank::kIdle;
+    rank.active = false;
+    rank.tries = 0;
+    rank.request_id = request_ids_ ? absl::StrCat("q", round_, ".", i) : "";
+    Time delay = random_.Between(0, 50 * kMillisecond);
+    if (random_.Chance(odds_.late_publish)) delay += random_.Below(6 * kSecond);
+    After(delay, [this, i, round = round_] {
+      if (round == round_) Call(static_cast<int>(i));
+    });
+  }
+}
+
+void World::CheckRound() {
+  for (const Rank& rank : ranks_) {
+    if (rank.state != Rank::kDone) return;
+  }
+  const bool active = ranks_[0].active;
+  const std::string update = ranks_[0].update_id;
+  Trace("job: round ", round_, active ? " has made " : " has come to nothing ",
+        update);
+  // An aborted number may be tried again, or left behind.
+  if (active || random_.Chance(500)) round_version_ = 0;
+  if (now_ >= quiet_ && active && Healed()) {
+    bool same = true;
+    for (const Rank& rank : ranks_) {
+      same = same && rank.active && rank.update_id == update;
+    }
+    if (same) {
+      final_update_ = update;
+      settle_by_ = now_ + kSettle;
+      // Looked at until it holds.
+      struct Look {
+        static void At(World* world) {
+          if (world->Everywhere(world->final_update_)) {
+            world->over_ = true;
+          } else if (world->now_ > world->settle_by_) {
+            // Somebody came too late for it, and gets the next one.
+            world->Round();
+          } else {
+            world->After(200 * kMillisecond, [world] { At(world); });
+          }
+        }
+      };
+      Look::At(this);
+      return;
+    }
+  }
+  After(random_.Between(10 * kMillisecond, 1500 * kMillisecond),
+        [this] { Round(); });
+}
+
+bool World::Healed() const {
+  if (now_ < quiet_ || coordinator_ == nullptr || impostor_) return false;
+  for (const Node& node : nodes_) {
+    if (!node.up) return false;
+  }
+  for (const Engine& engine : engines_) {
+    if (!engine.up) return false;
+    for (const Worker& worker : engine.workers) {
+      if (!worker.up) return false;
+    }
+  }
+  return true;
+}
+
+bool World::Everywhere(const std::string& update_id) const {
+  for (const Engine& engine : engines_) {
+    if (!engine.up || !engine.running) return false;
+    for (const Worker& worker : engine.workers) {
+      if (worker.memory.kind != Memory::kInstalled ||
+          worker.memory.update_id != update_id) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+void World::SayWhatWaits() {
+  std::string what = "stuck after the last fault:";
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const Rank& rank = ranks_[i];
+    static const char* const kStates[] = {"idle", "calling", "waiting", "done"};
+    absl::StrAppend(&what, " rank ", i, " ", kStates[rank.state], " ",
+                    rank.update_id, ";");
+  }
+  for (const Engine& engine : engines_) {
+    absl::StrAppend(&what, " ", engine.name,
+                    engine.running ? " generates with" : " stands still with");
+    for (const Worker& worker : engine.workers) {
+      absl::StrAppend(&what, " [", Describe(worker.memory), "]");
+    }
+    absl::StrAppend(&what, ";");
+  }
+  if (!final_update_.empty()) {
+    absl::StrAppend(&what, " all should have ", final_update_);
+  }
+  checker_.Violation(what);
+}
+
+}  // namespace simulation
+}  // namespace weightsync

@@ -1,0 +1,357 @@
+// A cluster that exists in this process alone: the real Coordinator, and beside
+// it nodes, engines, workers, trainer ranks, a network, disks and a clock that
+// are simulated, all of them from one seed.
+//
+// What is simulated does what the real parts do, where it matters for who may
+// believe what:
+//   - a stream is ordered and breaks: both ends notice on their own, what was
+//     on its way is lost or not; streams do not wait for each other;
+//   - a node (daemon/service) forwards commands, remembers the last word of its
+//     replicas and workers, claims everything anew after each Welcome, and ends
+//     leases of those who are silent;
+//   - a replica and a worker (client/) work on a queue of their own that
+//     outlives nothing but the stream it came from: what runs when a stream
+//     ends runs on. A worker is WRITING before its first byte;
+//   - a process dies (nothing of it is left), or stops and goes on later.
+// The journal is what was appended before the coordinator died.
+//
+// Time is in microseconds from the beginning of the history.
+
+#ifndef WEIGHTSYNC_TESTS_CHAOS_SIMULATION_WORLD_H_
+#define WEIGHTSYNC_TESTS_CHAOS_SIMULATION_WORLD_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <ostream>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "daemon/coordinator/coordinator.h"
+#include "daemon/coordinator/journal_state.h"
+#include "tests/chaos/simulation/checker.h"
+#include "tests/chaos/simulation/odds.h"
+#include "tests/chaos/simulation/random.h"
+
+namespace weightsync {
+namespace simulation {
+
+using Time = int64_t;
+inline constexpr Time kMillisecond = 1000;
+inline constexpr Time kSecond = 1000000;
+
+struct Outcome {
+  // Empty: everything held.
+  std::vector<std::string> violations;
+  int64_t events = 0;
+  int commits = 0;
+  int aborts = 0;
+  // After the last fault was over, until a new version was everywhere.
+  Time recovery = 0;
+  // By name.
+  std::map<std::string, int> faults;
+};
+
+class World {
+ public:
+  // `trace`: null for silence.
+  World(uint64_t seed, const Odds& odds, Planted planted, std::ostream* trace);
+  ~World();
+
+  // From the first registration to the end of the history.
+  Outcome Run();
+
+ private:
+  struct Process {
+    bool up = false;
+    // Grows with each death: what was meant for an earlier life is dropped.
+    int life = 0;
+    Time stopped_until = 0;
+  };
+
+  // Between a node and the coordinator.
+  struct Link {
+    int id = 0;
+    std::string name;
+    int node = 0;
+    bool node_open = false;
+    bool coordinator_open = false;
+    // Nothing more gets through, in either direction.
+    bool cut = false;
+    bool drop_up = false;
+    bool drop_down = false;
+    bool welcomed = false;
+    Time last_up = 0;
+    Time last_down = 0;
+    Time last_heard = 0;
+  };
+
+  struct NodeUpdate {
+    v1::Epoch epoch;
+    std::vector<std::string> peers;
+    bool prepared = false;
+    bool moving = false;
+    bool manifest = false;
+    bool whole = false;
+    bool kept = false;
+    int64_t order = 0;
+  };
+
+  struct Ask {
+    enum Kind { kClaim, kShards, kControl, kWorker, kPublish };
+    Kind kind = kClaim;
+    int who = 0;  // rank or engine
+    int worker = 0;
+    int64_t generation = 0;
+  };
+
+  struct Node : Process {
+    std::string name;
+    std::string incarnation;
+    std::string cluster_id;
+    int64_t newest_term = 0;
+    std::shared_ptr<Link> link;
+    int64_t dials = 0;
+    Time cut_until = 0;
+    std::map<int64_t, Ask> asks;
+    std::map<std::string, NodeUpdate> updates;
+    std::set<std::string> ended;
+    std::set<std::string> layouts;
+    std::map<int, v1::RankSnapshotted> snapshots;
+    // Of the loop that works on layouts and bytes, in order.
+    Time last_data = 0;
+    int64_t losses = 0;
+  };
+
+  struct Worker : Process {
+    int node = 0;
+    Memory memory;
+    bool busy = false;
+    std::deque<v1::ApplyWorker> queue;
+    // Of the stream between it and its node's daemon.
+    int64_t generation = 0;
+    bool open = false;
+    Time last_down = 0;
+    Time last_up = 0;
+    // What the daemon knows.
+    bool accepted = false;
+    Memory told;
+    std::string command_id;
+    std::string command_update;
+  };
+
+  struct EngineCommand {
+    bool pause = false;
+    std::string command_id;
+    std::string update_id;
+  };
+
+  struct Engine : Process {
+    std::string name;
+    std::string incarnation;
+    int node = 0;
+    std::vector<Worker> workers;
+    // The truth.
+    bool running = false;
+    // The client library's.
+    enum Word { kRunning, kPaused, kUnsure };
+    Word word = kRunning;
+    std::string running_update;
+    // Answers by command, and whether they were failures.
+    std::map<std::string, bool> answers;
+    std::deque<EngineCommand> queue;
+    bool busy = false;
+    int64_t generation = 0;
+    bool open = false;
+    Time last_down = 0;
+    Time last_up = 0;
+    // The daemon's.
+    bool accepted = false;
+    bool told_paused = false;
+    // kOlderWeights.
+    Memory older;
+  };
+
+  struct Rank : Process {
+    int node = 0;
+    // Of the daemon: empty, or the session that it holds.
+    std::string session;
+    bool claimed = false;
+    bool registered = false;
+    int64_t publish_index = 0;
+    // The program's.
+    enum State { kIdle, kCalling, kWaiting, kDone };
+    State state = kIdle;
+    int64_t call = 0;
+    std::string request_id;
+    Time called = 0;
+    std::string update_id;
+    bool active = false;
+    int tries = 0;  // in this round
+  };
+
+  // ---- world.cc: time, the network, the job ----
+  void At(Time at, std::function<void()> what);
+  void After(Time delay, std::function<void()> what) {
+    At(now_ + delay, std::move(what));
+  }
+  // Done by a process: not if it has died meanwhile, later if it stands still.
+  void By(Process* process, Time delay, std::function<void()> what);
+  absl::Time Clock() const;
+  Time Delay();
+  // Within one machine: from now until the next message on an ordered stream
+  // arrives. `last`: when the one before does.
+  Time LocalDelay(Time* last);
+  void Build();
+  void Round();
+  void CheckRound();
+  // Nothing is wrong with anything any more.
+  bool Healed() const;
+  // All that should serve serves this.
+  bool Everywhere(const std::string& update_id) const;
+  void SayWhatWaits();
+
+  // ---- coordinator_host.cc ----
+  void StartCoordinator(bool impostor);
+  void CrashCoordinator(Time restart_after);
+  void Execute(daemon::Actions actions);
+  void Append(const internal::v1::JournalRecord& record);
+  void Deliver(const std::shared_ptr<Link>& link,
+               const v1::NodeCommand& command);
+  void CoordinatorTick(int life);
+  daemon::JournalState FoundJournal();
+  // kMixedReplica, kPauseNotDone: true when it was taken care of.
+  bool Forge(const daemon::SendCommand& send);
+
+  // ---- node.cc ----
+  void Dial(int node);
+  void Break(std::shared_ptr<Link> link);
+  void LinkClosed(int node, std::shared_ptr<Link> link);
+  void Report(int node, v1::NodeReport report, bool once = false);
+  int64_t AskCoordinator(int node, v1::NodeReport report, Ask ask);
+  void NodeBeat(int node, int life);
+  void OnCommand(int node, const std::shared_ptr<Link>& link,
+                 const v1::NodeCommand& command);
+  void OnWelcome(int node, const v1::Welcome& welcome);
+  void OnReply(int node, const v1::Reply& reply);
+  void OnPrepare(int node, const v1::PrepareUpdate& prepare);
+  void TryMove(int node, const std::string& update_id);
+  void OnEnd(int node, const v1::EndUpdate& end);
+  void OnApply(int node, const v1::ApplyWorker& apply);
+  void Abandon(int node);
+  void Evict(int node, const std::string& update_id);
+  void StartNode(int node);
+  void CrashNode(int node);
+
+  // ---- engine.cc ----
+  void StartEngine(int engine);
+  void CrashEngine(int engine);
+  void ConnectControl(int engine);
+  void EndControl(int engine, bool client_sees);
+  void JoinControl(int engine);
+  void EngineWork(int engine);
+  void AnswerEngine(int engine, int64_t generation,
+                    const EngineCommand& command, bool failed);
+  void ConnectWorker(int engine, int worker);
+  void EndWorker(int engine, int worker, bool client_sees);
+  void JoinWorker(int engine, int worker);
+  void WorkerWork(int engine, int worker);
+  void ReportApplied(int engine, int worker, const v1::ApplyWorker& apply,
+                     const std::string& reason, int64_t generation);
+  void ApplyRefused(const v1::ApplyWorker& apply, const std::string& reason,
+                    const Memory* told);
+  // The engine may take a step: it is looked at.
+  void Serve(int engine);
+  static v1::InstalledState ToProto(const Memory& memory);
+
+  // ---- trainer.cc ----
+  void StartRank(int rank);
+  void CrashRank(int rank);
+  void OpenSession(int rank);
+  void ClaimRank(int rank);
+  void EndSession(int rank);
+  void Call(int rank);
+  void SendCall(int rank);
+  void OnOpened(int rank, const v1::Reply& reply);
+  void Answer(int rank, const std::string& update_id,
+              const std::string& reason);
+  void Poll(int rank, int64_t call);
+  void Done(int rank, bool active);
+
+  // ---- faults.cc ----
+  void PlanFaults();
+  void Inject(const std::string& kind);
+  void Stop(Process* process, Time duration);
+  Time Downtime();
+
+  template <typename... Args>
+  void Trace(const Args&... args) {
+    if (trace_ == nullptr) return;
+    TraceTime();
+    (void)std::initializer_list<int>{((*trace_ << args), 0)...};
+    *trace_ << "\n";
+  }
+  void TraceTime();
+
+  const Odds odds_;
+  const Planted planted_;
+  std::ostream* const trace_;
+  Random random_;
+  Checker checker_;
+  Outcome outcome_;
+
+  struct Event {
+    Time at;
+    int64_t number;
+    std::function<void()> what;
+  };
+  static bool Later(const Event& a, const Event& b) {
+    return a.at != b.at ? a.at > b.at : a.number > b.number;
+  }
+  std::vector<Event> events_;
+  int64_t event_number_ = 0;
+  Time now_ = 0;
+  bool over_ = false;
+
+  daemon::CoordinatorOptions options_;
+  Process host_;
+  std::unique_ptr<daemon::Coordinator> coordinator_;
+  bool impostor_ = false;
+  daemon::JournalState durable_;
+  std::vector<internal::v1::JournalRecord> records_;
+  int64_t crash_at_action_ = -1;
+  bool torn_ = false;
+  bool planted_once_ = false;
+
+  std::vector<Node> nodes_;
+  std::vector<Engine> engines_;
+  std::vector<Rank> ranks_;
+  std::map<std::string, std::shared_ptr<Link>> links_;
+  int64_t next_id_ = 1;
+  int64_t next_link_ = 1;
+  int64_t next_correlation_ = 1;
+  int64_t next_generation_ = 1;
+  int64_t next_call_ = 1;
+  int64_t next_order_ = 1;
+
+  // Faults are over from here on.
+  Time quiet_ = 0;
+  Time give_up_ = 0;
+  int round_ = 0;
+  int64_t round_version_ = 0;
+  bool named_versions_ = false;
+  bool evict_stragglers_ = false;
+  bool request_ids_ = true;
+  // The update that has to be everywhere by `settle_by_`.
+  std::string final_update_;
+  Time settle_by_ = 0;
+};
+
+}  // namespace simulation
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TESTS_CHAOS_SIMULATION_WORLD_H_
