@@ -354,7 +354,8 @@ absl::Status RunTrainer() {
     absl::StatusOr<Update> update = MeasureUpdate(trainer->get());
     if (!update.ok()) return update.status();
     const double expected = PredictTransfer(
-        InSeconds() ? FLAGS_bytes / *floor : *floor * 1e9, copy_seconds);
+        FLAGS_value == "seconds" ? FLAGS_bytes / *floor : *floor * 1e9,
+        copy_seconds);
     copy_seconds = update->copy_seconds;
     if (FLAGS_verbose) {
       std::fprintf(stderr,
