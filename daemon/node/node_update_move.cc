@@ -351,8 +351,7 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
         static_cast<uint64_t>(bucket),
         flow->slot->data().subspan(
             0, static_cast<size_t>(layout_->bucket_bytes(bucket))),
-        std::make_shared<BucketDigestMap>(layout_, bucket),
-        flow->slot->file());
+        std::make_shared<BucketDigestMap>(layout_, bucket), flow->slot->file());
   }
   if (flow->group != nullptr) {
     absl::Status status = flow->group->Move({landing});

@@ -310,8 +310,7 @@ absl::StatusOr<std::unique_ptr<StoreSlot>> Store::TakeSlot(
     entry.order = next_order_++;
     auto rooms = ReserveLocked(id, "", {0});
     if (rooms.ok()) {
-      slot.reset(
-          new StoreSlot(this, id, (*rooms)[0].data, (*rooms)[0].file));
+      slot.reset(new StoreSlot(this, id, (*rooms)[0].data, (*rooms)[0].file));
     } else {
       status = rooms.status();
       entries_.erase(id);

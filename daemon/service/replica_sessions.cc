@@ -423,25 +423,24 @@ void ReplicaSessions::Join(Worker* worker) {
         if (worker->accepted) return;
         worker->taken = true;
         const int64_t tensor_bytes = reply.worker_accepted().tensor_bytes();
-        node_.room->Need(worker->registration.model(), "workers",
-                         reply.worker_accepted().store_bytes(), 0,
-                         [this, id, tensor_bytes](const absl::Status& status) {
-                           Worker* worker = FindWorker(id);
-                           if (worker == nullptr || worker->accepted) return;
-                           // STREAM is for nodes with no room; a STAGE update
-                           // is refused when it is prepared.
-                           const bool no_room =
-                               ErrorReason(status) == "NO_STORE_ROOM";
-                           LOG_IF(WARNING, no_room)
-                               << worker->Name()
-                               << " can only be reached by STREAM: "
-                               << status.message();
-                           if (status.ok() || no_room) {
-                             Accept(worker, tensor_bytes);
-                           } else {
-                             EndWorker(id, ApiStatus(status));
-                           }
-                         });
+        node_.room->Need(
+            worker->registration.model(), "workers",
+            reply.worker_accepted().store_bytes(), 0,
+            [this, id, tensor_bytes](const absl::Status& status) {
+              Worker* worker = FindWorker(id);
+              if (worker == nullptr || worker->accepted) return;
+              // STREAM is for nodes with no room; a STAGE update
+              // is refused when it is prepared.
+              const bool no_room = ErrorReason(status) == "NO_STORE_ROOM";
+              LOG_IF(WARNING, no_room)
+                  << worker->Name()
+                  << " can only be reached by STREAM: " << status.message();
+              if (status.ok() || no_room) {
+                Accept(worker, tensor_bytes);
+              } else {
+                EndWorker(id, ApiStatus(status));
+              }
+            });
       });
 }
 
@@ -691,19 +690,20 @@ void ReplicaSessions::StartApply(Worker* worker,
   const absl::Duration timeout = command.has_timeout()
                                      ? DecodeDuration(command.timeout())
                                      : node_.options->deadlines.apply;
-  worker->timer = node_.loop->PostAfter(timeout, [this, id = worker->id,
-                                                  command, timeout] {
-    Worker* worker = FindWorker(id);
-    if (worker == nullptr || worker->command_id != command.command_id()) return;
-    const absl::Status late = ErrorStatus(
-        absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
-        absl::StrCat(worker->Name(), " did not report update ",
-                     command.update_id(), " as applied within ",
-                     absl::FormatDuration(timeout),
-                     "; register again and say what is in its memory"));
-    ReportApplyFailure(command, late, &worker->registration.installed());
-    EndWorker(id, late);
-  });
+  worker->timer =
+      node_.loop->PostAfter(timeout, [this, id = worker->id, command, timeout] {
+        Worker* worker = FindWorker(id);
+        if (worker == nullptr || worker->command_id != command.command_id())
+          return;
+        const absl::Status late = ErrorStatus(
+            absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
+            absl::StrCat(worker->Name(), " did not report update ",
+                         command.update_id(), " as applied within ",
+                         absl::FormatDuration(timeout),
+                         "; register again and say what is in its memory"));
+        ReportApplyFailure(command, late, &worker->registration.installed());
+        EndWorker(id, late);
+      });
 }
 
 void ReplicaSessions::Applied(Worker* worker,

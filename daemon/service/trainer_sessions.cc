@@ -452,39 +452,39 @@ void TrainerSessions::PublishVersion(
                          "runs; repeat it with "
                          "the same request_id")));
       });
-  node_.link->Ask(std::move(report), [this, id = session->id, answer, timer,
-                                      options = request.options()](
-                                         const absl::Status& status,
-                                         const v1::Reply& reply) {
-    Session* session = Find(id);
-    const v1::PublishOpened& opened = reply.publish_opened();
-    if (session != nullptr && opened.publish_index() > 0) {
-      session->publish_index = opened.publish_index();
-    }
-    node_.loop->Cancel(timer);
-    if (session == nullptr || !status.ok()) {
-      answer->Finish(status.ok() ? SessionUnknown() : status);
-      return;
-    }
-    v1::PublishVersionResponse* response = answer->response();
-    if (!answer->finished()) {
-      response->set_version(opened.version());
-      response->set_version_name(absl::StrCat(session->identity.model(),
-                                              "/versions/", opened.version()));
-      response->set_update_id(opened.update_id());
-    }
-    if (opened.repeated_request()) {
-      if (!answer->finished()) {
-        response->set_copied_bytes(opened.copied_bytes());
-        *response->mutable_copy_duration() = opened.copy_duration();
-      }
-      answer->Finish(absl::OkStatus());
-      return;
-    }
-    // Copied even if the caller has given up: the update waits for this rank's
-    // bytes.
-    Copy(session, opened, options, answer);
-  });
+  node_.link->Ask(
+      std::move(report),
+      [this, id = session->id, answer, timer, options = request.options()](
+          const absl::Status& status, const v1::Reply& reply) {
+        Session* session = Find(id);
+        const v1::PublishOpened& opened = reply.publish_opened();
+        if (session != nullptr && opened.publish_index() > 0) {
+          session->publish_index = opened.publish_index();
+        }
+        node_.loop->Cancel(timer);
+        if (session == nullptr || !status.ok()) {
+          answer->Finish(status.ok() ? SessionUnknown() : status);
+          return;
+        }
+        v1::PublishVersionResponse* response = answer->response();
+        if (!answer->finished()) {
+          response->set_version(opened.version());
+          response->set_version_name(absl::StrCat(
+              session->identity.model(), "/versions/", opened.version()));
+          response->set_update_id(opened.update_id());
+        }
+        if (opened.repeated_request()) {
+          if (!answer->finished()) {
+            response->set_copied_bytes(opened.copied_bytes());
+            *response->mutable_copy_duration() = opened.copy_duration();
+          }
+          answer->Finish(absl::OkStatus());
+          return;
+        }
+        // Copied even if the caller has given up: the update waits for this
+        // rank's bytes.
+        Copy(session, opened, options, answer);
+      });
 }
 
 void TrainerSessions::Copy(
