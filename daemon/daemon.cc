@@ -71,6 +71,7 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   coordinator.apply_attempts = options.apply_attempts;
   coordinator.max_reconfigurations = options.max_reconfigurations;
   coordinator.bucket_bytes = options.bucket_bytes;
+  coordinator.stream_slots = options.stream_slots;
   coordinator.random_id = RandomId;
   return coordinator;
 }

@@ -457,6 +457,7 @@ void CoordinatorCore::SendPrepare(ModelRun* model, UpdateRun* update,
   *prepare->mutable_timeout() = ToProto(options_.prepare_timeout);
   prepare->set_update_mode(run.options.update_mode());
   prepare->set_publish_mode(run.options.publish_mode());
+  prepare->set_stream_slots(options_.stream_slots);
   for (const v1::Flow& flow : run.flows) {
     const bool member =
         std::any_of(flow.members().begin(), flow.members().end(),

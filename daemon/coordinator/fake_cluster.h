@@ -92,6 +92,10 @@ class FakeCluster {
   void LoseWorker(const std::string& replica, int worker);
   void Report(const std::string& node, v1::NodeReport report);
   void Do(Actions actions);
+  // A command that was swallowed reaches its node after all.
+  void Deliver(const std::string& node, const v1::NodeCommand& command) {
+    Answer(node, command);
+  }
 
   // ---- What came of it ----
   const v1::Reply* FindReply(int64_t correlation) const;

@@ -49,6 +49,9 @@ struct CoordinatorOptions {
   // Rebuilds of the groups of one update before it is aborted.
   int max_reconfigurations = 3;
   int64_t bucket_bytes = int64_t{256} << 20;
+  // Slots of a bucket through which a flow of a STREAM or IN_PLACE update passes
+  // on each of its nodes.
+  int stream_slots = 3;
 
   // Ended updates of one model that ListVersions still shows.
   int kept_versions = 64;

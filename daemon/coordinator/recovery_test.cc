@@ -175,6 +175,134 @@ TEST(RecoveryTest, AnEngineThatADeadCoordinatorPausedIsResumed) {
   ExpectAllServe(c, "");
 }
 
+TEST(RecoveryTest, ARefusalEndsTheOfferAndNotTheUpdate) {
+  FakeCluster c;
+  c.AddStandard();
+  c.crash_before = "send:n1:apply";
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_TRUE(c.crashed);
+  // All workers of r2 are on one node: it may give the pause up.
+  EXPECT_TRUE(c.engines["r2"].last_pause.may_refuse());
+  c.engines["r2"].refused_command_ids = {
+      c.engines["r2"].last_pause.pause().command_id()};
+  c.engines["r2"].paused = false;
+  const int pauses = c.engines["r2"].pauses;
+  c.RestartCoordinator();
+  c.Pass(absl::Seconds(2));
+  // The higher term finds it committed, and offers it with its own pause.
+  EXPECT_EQ(c.engines["r2"].pauses, pauses + 1);
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(RecoveryTest, AReplicaOnTwoNodesMayNotRefuse) {
+  FakeCluster c;
+  c.AddStandard();
+  c.AddReplica("r3", {"n1", "n2"});
+  c.Run();
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_FALSE(c.engines["r3"].last_pause.may_refuse());
+  EXPECT_TRUE(c.engines["r1"].last_pause.may_refuse());
+  EXPECT_EQ(c.engines["r1"].last_pause.barrier_timeout().seconds(), 30);
+}
+
+TEST(RecoveryTest, AnIsolatedReplicaIsLetGoWhenItHasWhatThereIs) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.Disconnect("n2");
+  c.Pass(absl::Seconds(6));
+  c.PublishAll(2);
+  c.Run();
+  // on_isolation=PAUSE: its node held it.
+  c.engines["r2"].paused = true;
+  c.engines["r2"].isolation_hold = true;
+  c.Reconnect("n2");
+  EXPECT_THAT(c.Replica("r2").pause_holders(),
+              ::testing::Contains("isolation"));
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(RecoveryTest, AnAnswerAboutAnAbortedUpdateIsNotTakenForItsNumber) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_move_update();
+  };
+  c.PublishAll(2, 5);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.RestartNode("n0");  // aborted
+  c.Run();
+  c.PublishAll(2, 5);
+  c.Run();
+  EXPECT_EQ(c.Version().version(), 5);
+  EXPECT_NE(c.Version().update_id(), first);
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_MOVING);
+  v1::NodeReport late;
+  auto* verified = late.mutable_update_verified();
+  verified->set_model(kModel);
+  verified->set_update_id(first);
+  verified->mutable_epoch()->set_term(1);
+  verified->mutable_epoch()->set_counter(9);
+  c.Report("n2", late);
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_MOVING);
+}
+
+TEST(RecoveryTest, ATrainerThatComesBackWithAnotherWorldReplacesTheOldOne) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.LoseRank(0);
+  c.LoseRank(1);
+  // Another world: the catalog is twice as large, and the old engines do not
+  // fit it once it is whole.
+  c.AddRank(0, 4, "n0");
+  EXPECT_EQ(c.Replica("r1").state(), v1::Replica::STATE_SERVING);
+  for (int rank = 1; rank < 4; ++rank) c.AddRank(rank, 4, "n0");
+  EXPECT_EQ(c.CountCommands(Command::kRefuseWorker), 3);
+  c.Run();
+  for (const char* name : {"r1", "r2"}) c.Register(name);
+  c.Run();
+  ExpectNextPublishWorks(&c, 4);
+}
+
+TEST(RecoveryTest, ASnapshotThatIsSaidAgainAfterAnOutageCountsOnce) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_move_update();
+  };
+  c.PublishAll(2);
+  c.Run();
+  v1::NodeReport again;
+  auto* snapshotted = again.mutable_rank_snapshotted();
+  snapshotted->set_model(kModel);
+  snapshotted->set_update_id(c.Version().update_id());
+  snapshotted->set_rank(0);
+  v1::TensorDigest* tensor = snapshotted->add_tensors();
+  tensor->mutable_digest()->set_lane0(99);
+  c.Disconnect("n0");
+  c.Reconnect("n0");
+  c.Report("n0", again);
+  c.intercept = nullptr;
+  c.Disconnect("n2");
+  c.Reconnect("n2");
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  v1::VerifyReplicaRequest verify;
+  verify.set_name(std::string(kModel) + "/replicas/r1");
+  const int64_t call = c.Ask(verify);
+  c.Run();
+  EXPECT_TRUE(
+      absl::get<v1::VerifyReplicaResponse>(c.Answered(call)->response).equal());
+}
+
 v1::NodeReport HelloFrom(const std::string& node, const std::string& cluster,
                          int64_t term) {
   v1::NodeReport report;

@@ -385,6 +385,20 @@ absl::Status RunTrainer() {
           ? "memcpy by tensor, 2 threads"
           : "plain sockets, best of 1, 2, 4 streams",
       Median(ratios), values.size());
+  if (FLAGS_predict) {
+    const auto print = [&](const char* suffix, const char* by,
+                           const std::vector<double>& expected,
+                           const std::vector<double>& compared) {
+      std::printf(
+          "{\"bench\": \"predict_%s%s\", \"value\": %.4f, \"unit\": \"s\", "
+          "\"floor\": %.4f, \"floor_unit\": \"s predicted %s\", \"ratio\": "
+          "%.4f, \"runs\": %zu}\n",
+          FLAGS_bench.c_str(), suffix, Median(transfers), Median(expected), by,
+          Median(compared), transfers.size());
+    };
+    print("", "from plain sockets", predicted, predicted_ratios);
+    print("_learned", "by the daemon", learned, learned_ratios);
+  }
   std::fflush(stdout);
   return absl::OkStatus();
 }

@@ -1,0 +1,210 @@
+// What users of other systems reported, and what must not be possible here:
+// each report is a test of its name.
+
+#include <string>
+
+#include "daemon/coordinator/coordinator.h"
+#include "daemon/coordinator/fake_cluster.h"
+#include "daemon/coordinator/fake_expect.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using Command = v1::NodeCommand;
+
+TEST(UsersReportsTest, AnEngineLeftPausedAfterAFailedUpdate) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_pause_replica();
+  };
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_TRUE(c.engines["r1"].paused);
+  c.Pass(absl::Seconds(61));
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
+  ExpectAllServe(c, "");
+}
+
+TEST(UsersReportsTest, AVersionLabelThatAdvancesAlthoughTheApplyFailed) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n1" && command.has_apply_worker();
+  };
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_APPLYING);
+  EXPECT_NE(c.Replica("r1").version(), 1);
+  c.Pass(absl::Seconds(370), absl::Seconds(2));
+  EXPECT_EQ(c.Replica("r1").state(), v1::Replica::STATE_FENCED);
+  EXPECT_NE(c.Replica("r1").version(), 1);
+  EXPECT_EQ(c.Replica("r2").version(), 1);
+}
+
+TEST(UsersReportsTest, SuccessReportedBeforeCopiesAreComplete) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_apply_worker() &&
+           command.apply_worker().worker_index() == 1;
+  };
+  c.PublishAll(2);
+  c.Run();
+  // One of three workers is still at it: nothing runs and nothing is active.
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_APPLYING);
+  EXPECT_TRUE(c.engines["r1"].paused);
+  EXPECT_TRUE(c.engines["r2"].paused);
+}
+
+TEST(UsersReportsTest, AnEngineResumedByAnUpdateWhileSomebodyElseHoldsIt) {
+  FakeCluster c;
+  c.AddStandard();
+  v1::PauseReplicaRequest pause;
+  pause.set_name(std::string(kModel) + "/replicas/r2");
+  c.Ask(pause);
+  c.Run();
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_TRUE(c.engines["r2"].paused);
+  EXPECT_EQ(c.engines["r2"].resumes, 0);
+}
+
+TEST(UsersReportsTest, AnUpdateWrittenIntoAnEngineWhoseMemoryIsNotThere) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  // Asleep: it dropped its weights, and says so; it is given the update before
+  // it may run. Starting: see ReadinessTest.
+  v1::NodeReport report;
+  v1::WorkerAppliedReport* said = report.mutable_worker_applied();
+  said->set_model(kModel);
+  said->set_replica("r1");
+  said->set_worker_index(0);
+  said->set_incarnation(c.engines["r1"].incarnation);
+  said->mutable_installed()->set_state(v1::InstalledState::STATE_NOTHING);
+  c.engines["r1"].workers[0] = said->installed();
+  c.Report("n1", report);
+  EXPECT_NE(c.Replica("r1").state(), v1::Replica::STATE_SERVING);
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(UsersReportsTest, ADuplicateResume) {
+  FakeCluster c;
+  c.twice = true;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.Pass(absl::Seconds(40));
+  EXPECT_EQ(c.engines["r1"].resumes, 1);
+  EXPECT_EQ(c.engines["r2"].resumes, 1);
+}
+
+TEST(UsersReportsTest, AReplicasErrorStatusIgnoredByTheController) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [&c](const std::string& node, const Command& command) {
+    if (node != "n2" || !command.has_pause_replica()) return false;
+    v1::NodeReport report;
+    auto* paused = report.mutable_replica_paused();
+    paused->set_model(kModel);
+    paused->set_replica("r2");
+    paused->set_incarnation(command.pause_replica().incarnation());
+    paused->set_command_id(command.pause_replica().pause().command_id());
+    *paused->mutable_failure() =
+        MakeFailure(13, "HOOK_FAILED", "the scheduler is stuck");
+    c.Report(node, report);
+    return true;
+  };
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
+  EXPECT_EQ(c.Version().failure().reason(), "HOOK_FAILED");
+  EXPECT_THAT(c.Version().failure().message(),
+              ::testing::HasSubstr("the scheduler is stuck"));
+}
+
+TEST(UsersReportsTest, ARetryThatAppliesTwice) {
+  FakeCluster c;
+  c.AddStandard();
+  bool lost = false;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node != "n1" || !command.has_apply_worker() || lost) return false;
+    // It is applied, and its answer is lost.
+    lost = true;
+    v1::InstalledState& installed = c.engines["r1"].workers[0];
+    installed.set_state(v1::InstalledState::STATE_INSTALLED);
+    installed.set_update_id(command.apply_worker().update_id());
+    ++c.engines["r1"].applies;
+    return true;
+  };
+  c.PublishAll(2);
+  c.Run();
+  c.Pass(absl::Seconds(122));
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  EXPECT_EQ(c.engines["r1"].applies, 1);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+TEST(UsersReportsTest, RequestsInFlightLostUnderDrainOrKeep) {
+  // The engine is told how to treat them, and that it was so again when it
+  // resumes: KEEP freezes them, DRAIN finishes them. None is told to abort.
+  FakeCluster c;
+  c.AddStandard();
+  for (const v1::PauseMode mode : {v1::PAUSE_MODE_DRAIN, v1::PAUSE_MODE_KEEP}) {
+    v1::UpdateOptions options;
+    options.set_pause_mode(mode);
+    c.Publish(0, 0, "", options);
+    c.Publish(1, 0, "", options);
+    c.Run();
+    for (const auto& command : c.commands) {
+      if (!command.second.has_pause_replica()) continue;
+      EXPECT_NE(command.second.pause_replica().pause().mode(),
+                v1::PAUSE_MODE_ABORT);
+    }
+    EXPECT_EQ(c.engines["r1"].last_resume.mode(), mode);
+  }
+}
+
+TEST(UsersReportsTest, ATimeoutClockThatStartsBeforeItsWorkDoes) {
+  // The pause takes most of its own time, the apply most of its own: neither
+  // eats into the other's.
+  CoordinatorOptions options;
+  options.pause_timeout = absl::Seconds(20);
+  options.apply_timeout = absl::Seconds(20);
+  FakeCluster c(options);
+  c.AddStandard();
+  bool hold_pause = true;
+  bool hold_apply = true;
+  std::vector<std::pair<std::string, Command>> held;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    const bool hold = (command.has_pause_replica() && hold_pause) ||
+                      (command.has_apply_worker() && hold_apply);
+    if (hold) held.emplace_back(node, command);
+    return hold;
+  };
+  c.PublishAll(2);
+  c.Run();
+  c.Pass(absl::Seconds(19));
+  hold_pause = false;
+  for (const auto& command : held) c.Deliver(command.first, command.second);
+  held.clear();
+  c.Run();
+  c.Pass(absl::Seconds(19));
+  EXPECT_EQ(c.CountCommands(Command::kApplyWorker), 3);
+  hold_apply = false;
+  for (const auto& command : held) c.Deliver(command.first, command.second);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  EXPECT_EQ(c.CountCommands(Command::kApplyWorker), 3);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync
