@@ -45,8 +45,11 @@ absl::Status ApiStatus(const absl::Status& status) {
   return status;
 }
 
-ArenaOffers::~ArenaOffers() {
+ArenaOffers::~ArenaOffers() { TakeBackAll(); }
+
+void ArenaOffers::TakeBackAll() {
   for (const auto& entry : tickets_) memory_->Withdraw(entry.second);
+  tickets_.clear();
 }
 
 bool ArenaOffers::Has(const std::string& arena_id) const {

@@ -65,6 +65,7 @@ class ArenaOffers {
                                       const transport::Segment& segment,
                                       pid_t pid, bool read_only);
   bool Has(const std::string& arena_id) const;
+  void TakeBackAll();
   // False: there was none.
   bool TakeBack(const std::string& arena_id);
 

@@ -503,6 +503,7 @@ void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
     }
     if (last) node_.room->Leave(registration.model(), "workers");
   }
+  worker->offers.TakeBackAll();
   EndStream(node_, *worker, why);
 }
 

@@ -197,6 +197,8 @@ void TrainerSessions::End(uint64_t id, const absl::Status& why) {
   // they are free.
   node_.reserving->Post([loop = node_.loop, node = &node_,
                          session = std::move(session), why]() mutable {
+    // Before the client is told: nothing of it is left to be taken then.
+    session->offers.TakeBackAll();
     session->arenas.clear();
     session->registration = nullptr;
     loop->Post([node, session = std::move(session), why] {

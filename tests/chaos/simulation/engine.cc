@@ -186,11 +186,13 @@ void World::EngineWork(int index) {
     } else if (fails) {
       engine.word = Engine::kUnsure;
     } else {
+      const std::string before = engine.running_update;
       engine.running_update = command.update_id;
       engine.word = Engine::kRunning;
       engine.running = true;
       if (planted_ == Planted::kOlderWeights && !planted_once_ &&
-          engine.older.kind == Memory::kInstalled) {
+          engine.older.kind == Memory::kInstalled && !before.empty() &&
+          before != engine.older.update_id) {
         planted_once_ = true;
         for (Worker& worker : engine.workers) worker.memory = engine.older;
       }
@@ -296,6 +298,8 @@ void World::JoinWorker(int index, int w) {
   v1::NodeReport report;
   v1::RegisterWorker* r =
       report.mutable_worker_joined()->mutable_registration();
+  // Its room is there as soon as it is accepted.
+  report.mutable_worker_joined()->set_ready(worker.accepted);
   r->set_model("models/m");
   r->set_replica(engine.name);
   r->set_worker_index(w);
@@ -339,7 +343,10 @@ void World::WorkerWork(int index, int w) {
   if (!worker.open) return WorkerWork(index, w);  // nothing is written
   checker_.Writes(engine.name, w, engine.up && engine.running,
                   apply.update_id());
-  if (worker.memory.kind == Memory::kInstalled) engine.older = worker.memory;
+  if (worker.memory.kind == Memory::kInstalled &&
+      engine.older.kind != Memory::kInstalled) {
+    engine.older = worker.memory;  // the first that it served
+  }
   worker.memory.kind = Memory::kWriting;
   worker.memory.update_id = apply.update_id();
   worker.memory.version = apply.version();

@@ -375,7 +375,10 @@ void World::OnReply(int index, const v1::Reply& reply) {
       Worker& worker = engines_[ask.who].workers[ask.worker];
       if (!worker.open || worker.generation != ask.generation) return;
       if (failed) return EndWorker(ask.who, ask.worker, /*client_sees=*/true);
-      worker.accepted = true;
+      if (!worker.accepted) {
+        worker.accepted = true;
+        JoinWorker(ask.who, ask.worker);
+      }
       return;
     }
     case Ask::kPublish: {

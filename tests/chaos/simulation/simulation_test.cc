@@ -17,8 +17,8 @@ namespace weightsync {
 namespace simulation {
 namespace {
 
-constexpr int64_t kHistories = 200000;
-constexpr int64_t kParts = 16;
+constexpr int64_t kHistories = 20000;
+constexpr int64_t kParts = 8;
 
 void BeQuiet() {
   FLAGS_logtostderr = true;
