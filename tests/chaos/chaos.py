@@ -28,9 +28,11 @@ BOUND = 30.0
 ENOUGH_TRIALS = 5
 
 # What updates are drawn from: (weight, words of the publish command).
-COMMIT = [(6, {}), (4, {"evict": True})]
-UPDATE_MODE = [(1, {})]
-PAUSE_MODE = [(1, {})]
+COMMIT = [(4, {}), (3, {"evict": True}), (3, {"max_unavailable": 1})]
+# STREAM from a snapshot: that one outlives its sender.
+UPDATE_MODE = [(7, {}), (3, {"update_mode": 2})]
+# ABORT, DRAIN, KEEP.
+PAUSE_MODE = [(2, {"pause_mode": 1}), (6, {"pause_mode": 2}), (2, {"pause_mode": 3})]
 
 IDLE = "idle"
 STATES = [
@@ -94,7 +96,7 @@ class Trial:
 class Run:
     """One cluster and its trials."""
 
-    def __init__(self, arguments, number, work, programs, memory, net):
+    def __init__(self, arguments, number, work, programs, memory, net, calls):
         self.arguments, self.number, self.programs = arguments, number, programs
         self.rng = random.Random(f"{arguments.seed}/{number}")
         self.dir = f"{work}/c{number}"
@@ -113,6 +115,9 @@ class Run:
         # content -> {rank: whether its call and its wait have ended well}
         self._outcomes = collections.defaultdict(dict)
         self._reasons = {}
+        # content -> what it was published with, and how the ranks' calls ended
+        self._words = {}
+        self.calls = calls
         # content -> {rank: how often it had been started when it was asked}
         self._asked = {}
         self._hit = None
@@ -134,6 +139,8 @@ class Run:
             rank = line["who"]
             if line["ev"] == "outcome" or not line["ok"]:
                 self._outcomes[line["content"]][rank] = line["ok"]
+                result = "OK" if line["ok"] else line.get("reason", "")
+                self.calls[f"{self._words[line['content']]}: {result}"] += 1
                 if not line["ok"]:
                     self._reasons[line["content"]] = line.get("reason", "")
 
@@ -177,21 +184,22 @@ class Run:
         return self.recover(60)[0]
 
     def options(self):
-        return {
-            **pick(self.rng, COMMIT),
-            **pick(self.rng, UPDATE_MODE),
-            **pick(self.rng, PAUSE_MODE),
-        }
+        commit, mode = pick(self.rng, COMMIT), pick(self.rng, UPDATE_MODE)
+        if "max_unavailable" in commit:
+            mode = {}  # ROLLING with STREAM answers COMMIT_POLICY_UNIMPLEMENTED
+        return {**commit, **mode, **pick(self.rng, PAUSE_MODE)}
 
-    def publish(self, version=None, **words):
-        """Tells all ranks; returns the content."""
+    def publish(self, version=None, ranks=None, **words):
+        """Tells all ranks, or these; returns the content."""
+        ranks = self.cluster.ranks if ranks is None else ranks
         self.content += 1
         if version is None:
             self.version += 1
             version = self.version
+        self._words[self.content] = " ".join(f"{k}={v}" for k, v in words.items()) or "defaults"
         command = {"cmd": "publish", "version": version, "content": self.content, **words}
-        self._asked[self.content] = {rank: rank.starts for rank in self.cluster.ranks}
-        for rank in self.cluster.ranks:
+        self._asked[self.content] = {rank: rank.starts for rank in ranks}
+        for rank in ranks:
             rank.tell(**command)
         return self.content
 
@@ -446,7 +454,7 @@ def main(argv):
     )
     work = tempfile.mkdtemp(prefix="wschaos.")
     keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")
-    trials, steps, restarts = [], 0, 0
+    trials, steps, restarts, calls = [], 0, 0, collections.Counter()
     cards = deck(arguments.seed, kinds, arguments.trials)
     began = time.monotonic()
     run, cluster_number, net = None, -1, None
@@ -470,7 +478,8 @@ def main(argv):
                     run.destroy()
                 cluster_number = number // TRIALS_PER_CLUSTER
                 run = Run(
-                    arguments, cluster_number, work, programs(arguments.programs), memory, net
+                    *(arguments, cluster_number, work, programs(arguments.programs)),
+                    *(memory, net, calls),
                 )
                 if not run.start():
                     print("     a new cluster did not come up", flush=True)
@@ -532,6 +541,7 @@ def main(argv):
             json.dump(
                 {
                     **totals,
+                    "calls": calls,
                     "each": [
                         [t.kind, t.state, bool(t.violations), bool(t.stuck), t.recovery]
                         for t in trials

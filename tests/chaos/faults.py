@@ -383,7 +383,7 @@ class HangInApply(Fault):
 class StopInApply(Fault):
     """A worker's process is stopped in apply and continued when its slot has been used again."""
 
-    meanwhile = {"evict": True}
+    meanwhile = {"evict": True, "max_unavailable": 0}
 
     def trigger(self):
         self.target = targets(self.cluster, self.rng, "worker")

@@ -1,6 +1,7 @@
 """The chaos run's judge: what it must find, in made-up logs and in planted faults of a live cluster."""
 
 import argparse
+import collections
 import itertools
 import pathlib
 import struct
@@ -214,7 +215,7 @@ def run(tmp_path):
     missing = [path for path in programs.values() if not pathlib.Path(path).exists()]
     assert not missing, f"not built: {missing}"
     # Unix sockets have short names.
-    here = chaos.Run(arguments, 0, str(tmp_path)[:60], programs, None, None)
+    here = chaos.Run(arguments, 0, str(tmp_path)[:60], programs, None, None, collections.Counter())
     try:
         assert here.start()
         yield here
@@ -252,10 +253,8 @@ def test_a_planted_older_update_and_a_lost_commit_are_found(run):
     run.recover(30)
     assert checker.OLDER in _plant(run, "one", 1, [0])
     # Known to the trainers, never committed: what a COMMIT that is undone leaves behind.
-    run.content += 1
-    lost = run.content
     # The rank waits for the other one, in vain.
-    run.cluster.ranks[0].tell(cmd="publish", version=run.version + 1, content=lost)
+    lost = run.publish(ranks=run.cluster.ranks[:1])
     run.cluster.run_until(lambda: run.ended(lost), 1)
     assert checker.UNCOMMITTED in _plant(run, "one", lost, [0])
 
