@@ -54,9 +54,14 @@ void Checker::Journalled(const JournalRecord& record) {
       if (ended != ends_.end() && !ended->second) {
         Violation(absl::StrCat(id, " was committed after it was aborted"));
       }
-      if (!opened_.empty() && opened_.back() != id) {
-        Violation(absl::StrCat(id, " was committed after a newer update, ",
-                               opened_.back(), ", was opened"));
+      // One that waits behind another is open beside it; commits keep the
+      // order.
+      const auto after = std::find(opened_.begin(), opened_.end(), id);
+      for (auto newer = after; newer != opened_.end(); ++newer) {
+        if (*newer != id && Committed(*newer)) {
+          Violation(absl::StrCat(id, " was committed after a newer update, ",
+                                 *newer, ", was"));
+        }
       }
       commits_.emplace(id, static_cast<int>(commits_.size()) + 1);
       return;
@@ -73,7 +78,9 @@ void Checker::Journalled(const JournalRecord& record) {
         Violation(absl::StrCat(id, " ended well and was never committed"));
       }
       ends_.emplace(id, active);
-      if (!active) aborted_floor_[end.model()] = true;
+      if (!active && !opened_.empty() && opened_.back() == id) {
+        aborted_floor_[end.model()] = true;
+      }
       return;
     }
     default:

@@ -399,7 +399,8 @@ void World::OnReply(int index, const v1::Reply& reply) {
 void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
   Node& node = nodes_[index];
   const std::string id = prepare.update_id();
-  if (node.ended.count(id) != 0) return;
+  // A fetch brings an update that has ended.
+  if (node.ended.count(id) != 0 && !prepare.fetch()) return;
   NodeUpdate& update = node.updates[id];
   const auto older = [](const v1::Epoch& a, const v1::Epoch& b) {
     return a.term() != b.term() ? a.term() < b.term()
@@ -409,6 +410,7 @@ void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
   if (older(prepare.epoch(), update.epoch)) return;
   update.epoch = prepare.epoch();
   update.prepared = true;
+  update.fetched = update.fetched || prepare.fetch();
   update.moving = false;
   update.peers.clear();
   for (const v1::Flow& flow : prepare.flows()) {
@@ -492,7 +494,13 @@ void World::TryMove(int index, const std::string& id) {
 void World::OnEnd(int index, const v1::EndUpdate& end) {
   Node& node = nodes_[index];
   const std::string& id = end.update_id();
-  checker_.ToldEnd(id, end.committed());
+  // A fetch that is given up ends so too: the pieces that came may go. And
+  // who has evicted it has nothing to lose.
+  const auto held = node.updates.find(id);
+  if (end.committed() ||
+      (held != node.updates.end() && !held->second.fetched)) {
+    checker_.ToldEnd(id, end.committed());
+  }
   node.ended.insert(id);
   for (auto it = node.snapshots.begin(); it != node.snapshots.end();) {
     it =

@@ -240,6 +240,8 @@ void World::Poll(int index, int64_t call) {
       // Forgotten: newer ones have come and gone meanwhile.
       return Done(index, checker_.Committed(rank.update_id));
     }
+    // Committed, and no store has it any more: what comes next supersedes it.
+    if (version->state() == v1::Version::STATE_LOST) return Done(index, false);
     if (version->state() == v1::Version::STATE_ACTIVE ||
         version->state() == v1::Version::STATE_ABORTED) {
       bool active = version->state() == v1::Version::STATE_ACTIVE;

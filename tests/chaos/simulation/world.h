@@ -98,6 +98,7 @@ class World {
     bool manifest = false;
     bool whole = false;
     bool kept = false;
+    bool fetched = false;  // it was asked for after its end
     int64_t order = 0;
   };
 
