@@ -227,7 +227,7 @@ def _finds(run, kind, replica, content, workers):
     """Gives workers of a replica the bytes of some content, behind everybody's back, and waits until
     the judge speaks of that kind."""
     for index in workers:
-        path = f"{run.dir}/planted{index}"
+        path = f"{run.dir}/planted{content}-{index}"
         count = len(run.cluster.engines[replica].workers)
         run.cluster.tell(
             "t0", {"cmd": "dump", "content": content, "path": path, "index": index, "count": count}
