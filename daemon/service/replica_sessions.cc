@@ -408,6 +408,8 @@ void ReplicaSessions::Join(Worker* worker) {
   v1::NodeReport report;
   *report.mutable_worker_joined()->mutable_registration() =
       worker->registration;
+  *report.mutable_worker_joined()->mutable_registration()->mutable_installed() =
+      BelievedContent(*worker);
   // It counts for nothing before there is room for what it wants: a replica
   // that was paused for an update would wait, paused, for pages to be made.
   report.mutable_worker_joined()->set_ready(worker->accepted);
@@ -442,6 +444,20 @@ void ReplicaSessions::Join(Worker* worker) {
               }
             });
       });
+}
+
+v1::InstalledState ReplicaSessions::BelievedContent(
+    const Worker& worker) const {
+  const v1::InstalledState& said = worker.registration.installed();
+  const bool writes_nothing =
+      said.state() == v1::InstalledState::STATE_INSTALLED &&
+      said.update_id() == worker.command.update_id();
+  if (worker.command_id.empty() || writes_nothing) return said;
+  v1::InstalledState writing;
+  writing.set_state(v1::InstalledState::STATE_WRITING);
+  writing.set_update_id(worker.command.update_id());
+  writing.set_version(worker.command.version());
+  return writing;
 }
 
 void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
@@ -616,6 +632,8 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
         &installed);
     return;
   }
+  // From here on it may begin to write at any moment.
+  StartApply(worker, command);
   // Plans take their time, and the layout may still be computed: both on the
   // data loop, behind the commands that came before.
   node_.data->Post([this, id = worker->id, command,
@@ -643,8 +661,9 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
 void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
                            const std::shared_ptr<Located>& located) {
   Worker* worker = FindWorker(id);
-  // It has left, and the coordinator was told.
-  if (worker == nullptr) return;
+  // It has left, and the coordinator was told; or it was given another command
+  // meanwhile, or this one's time is over.
+  if (worker == nullptr || worker->command_id != command.command_id()) return;
   absl::Status status = located->status;
   for (const v1::BucketLocation& bucket : located->update.buckets) {
     if (!status.ok()) break;
@@ -655,11 +674,11 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
   if (!status.ok()) {
     LOG(WARNING) << worker->Name() << " cannot apply update "
                  << command.update_id() << ": " << status;
+    EndApply(worker);
     ReportApplyFailure(command, status, &worker->registration.installed());
     return;
   }
   SendPlan(id, *located->plan);
-  StartApply(worker, command);
   worker->pin = std::move(located->update.pin);
   v1::WorkerCommand relayed;
   *relayed.mutable_apply() = MakeApply(command);
@@ -701,7 +720,8 @@ void ReplicaSessions::StartApply(Worker* worker,
                          command.update_id(), " as applied within ",
                          absl::FormatDuration(timeout),
                          "; register again and say what is in its memory"));
-        ReportApplyFailure(command, late, &worker->registration.installed());
+        const v1::InstalledState believed = BelievedContent(*worker);
+        ReportApplyFailure(command, late, &believed);
         EndWorker(id, late);
       });
 }
