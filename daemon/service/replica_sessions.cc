@@ -280,7 +280,12 @@ void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
     return;
   }
   control->offer = command;
-  control->commit.Clear();
+  // It may come again, for the same update, when somebody else's hold of the
+  // replica has ended.
+  if (!command.pause().update_id().empty() &&
+      command.pause().update_id() != control->commit.update_id()) {
+    control->commit.Clear();
+  }
   v1::ReplicaCommand relayed;
   *relayed.mutable_pause() = command.pause();
   control->stream->Write(std::move(relayed));
@@ -927,7 +932,8 @@ AwayReplica ReplicaSessions::LookAt(const Control& control,
     replica.workers.push_back(std::move(w));
   }
   replica.offered = control.offer.pause().update_id();
-  replica.committed = !control.commit.update_id().empty();
+  replica.committed = !control.commit.update_id().empty() &&
+                      control.commit.update_id() == replica.offered;
   replica.may_refuse = control.offer.may_refuse();
   replica.barrier_timeout =
       control.offer.has_barrier_timeout()
@@ -989,7 +995,8 @@ void ReplicaSessions::Act(Control* control, AwayAction action) {
       v1::InstalledState now;
       now.set_state(v1::InstalledState::STATE_INSTALLED);
       now.set_update_id(update_id);
-      now.set_version(control->commit.version());
+      now.set_version(
+          WorkersOf(*control)[0]->registration.installed().version());
       ResumeOwn(control, absl::StrCat("finished/", update_id), now,
                 /*weights_changed=*/true);
       return;

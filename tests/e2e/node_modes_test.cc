@@ -536,6 +536,32 @@ TEST_F(NodeModesTest, AnApplyThatWasRelayedCountsAsWritingUntilItIsAnswered) {
   });
 }
 
+// The coordinator says so when an operator holds a replica beside an update:
+// what the update needs does not end the operator's pause, also where no
+// coordinator is there to remember it.
+TEST_F(NodeModesTest, PastTheCommitAnOperatorsHoldStays) {
+  StartDaemon();
+  StartTrainer();
+  engine_ = std::make_unique<Engine>(address(), 1);
+  Fill(1);
+  const v1::DefineLayout define = Stage("u1", 1);
+  Pause("u1", /*may_refuse=*/true, /*barrier_seconds=*/1);
+  Apply(define, 0, "u1", 1);
+  Pause("");
+  coordinator_.Leave();
+  absl::SleepFor(absl::Seconds(2));
+  EXPECT_TRUE(engine_->replica().paused());
+  coordinator_.Return();
+  coordinator_.Define("models/m", 64 << 10, {"a"});
+  // The operator's hold ends, the update's is still there.
+  Pause("u1");
+  coordinator_.Leave();
+  EXPECT_TRUE(Eventually([&] { return !engine_->replica().paused(); }));
+  ASSERT_EQ(engine_->resumes().size(), 1u);
+  EXPECT_EQ(engine_->resumes()[0].update_id, "u1");
+  EXPECT_EQ(engine_->resumes()[0].version, 1);
+}
+
 TEST_F(NodeModesTest, AnIsolatedReplicaIsPausedWhereItWasToldSo) {
   StartDaemon([](daemon::Options* options) {
     options->pause_on_isolation = true;
