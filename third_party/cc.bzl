@@ -18,6 +18,10 @@ _COPTS = _WARNINGS + select({
     "//conditions:default": [],
 })
 
+# A test's own code is gtest, which takes a third longer to optimize than to
+# compile. What it tests is in libraries, and optimized.
+_TEST_COPTS = ["-O0", "-U_FORTIFY_SOURCE"]
+
 # What needs CUDA or NCCL names one of these as target_compatible_with. Without
 # them `bazel build //...` passes over it, and so over what depends on it.
 REQUIRES_CUDA = select({
@@ -59,7 +63,7 @@ def weightsync_cc_test(name, copts = [], deps = [], data = [], main = True, size
     cc_test(
         name = name,
         size = size,
-        copts = _COPTS + copts,
+        copts = _COPTS + _TEST_COPTS + copts,
         data = data + ["//third_party:tsan.supp"],
         # One static program starts faster than one of fifty small libraries,
         # and sanitizers find no symbol defined twice.
