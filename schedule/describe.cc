@@ -20,7 +20,7 @@ constexpr int64_t kMaxShards = int64_t{1} << 23;
 constexpr int64_t kMaxLooks = int64_t{1} << 28;
 // Workers of a replica: needs are cut along each other.
 constexpr int kMaxWidth = 1 << 10;
-constexpr int64_t kMaxWorkers = int64_t{1} << 20;
+constexpr int64_t kMaxWorkers = int64_t{1} << 17;
 // Pipeline, tensor and expert parallelism, and GPUs of a node.
 constexpr int kMaxWays = 1 << 20;
 
@@ -55,6 +55,28 @@ int64_t BytesOf(const Catalog& catalog, const BoxList& list) {
   return bytes;
 }
 
+// Expert parallelism that has no experts to deal out is a slip.
+absl::Status CheckExperts(const PlanRequest& request) {
+  if (request.training_ep == 1 && request.inference_ep == 1) {
+    return absl::OkStatus();
+  }
+  int experts = 0;
+  for (const Param& param : request.catalog->params()) {
+    experts = std::max(experts, RoleOf(param, request.model).expert + 1);
+  }
+  for (const auto& ways :
+       {std::make_pair("training_ep", request.training_ep),
+        std::make_pair("inference_ep", request.inference_ep)}) {
+    if (ways.second > std::max(1, experts)) {
+      return InvalidPlan(
+          kInvalidCount,
+          absl::StrCat(ways.first, " is ", ways.second, ", and the model has ",
+                       experts, " experts to deal out"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Whether the plan can be made in seconds, as far as the counts tell.
 absl::Status CheckSize(const PlanRequest& request,
                        const TransferCounts& counts) {
@@ -83,10 +105,10 @@ absl::Status CheckSize(const PlanRequest& request,
   }
   const int64_t workers = counts.inference_replicas * width;
   if (workers > kMaxWorkers) {
-    return TooLarge(absl::StrCat(
-        "inference_replicas ", counts.inference_replicas, " of ", width,
-        " workers are ", workers, " workers; a plan has at most ",
-        kMaxWorkers));
+    return TooLarge(absl::StrCat("inference_replicas ",
+                                 counts.inference_replicas, " of ", width,
+                                 " workers are ", workers,
+                                 " workers; a plan has at most ", kMaxWorkers));
   }
   // What enters nodes, and the gathering beside it.
   const int64_t nodes =
@@ -124,7 +146,9 @@ absl::StatusOr<Described> MakeCluster(const PlanRequest& request) {
                                       "; it must be between 1 and ", kMaxWays));
     }
   }
-  absl::Status ok = CheckSize(request, *counts);
+  absl::Status ok = CheckExperts(request);
+  if (!ok.ok()) return ok;
+  ok = CheckSize(request, *counts);
   if (!ok.ok()) return ok;
   TrainerSpec trainer;
   trainer.sharding = DataShardingOf(counts->sharding);
@@ -378,9 +402,8 @@ std::string ExplainPolicies(const PlanReport& report) {
   }
   for (const PolicyReport& weighed : report.policies) {
     if (weighed.status.ok()) continue;
-    absl::StrAppend(&text, "; ", PolicyName(weighed.policy),
-                    " cannot be had (", ReasonOf(weighed.status),
-                    "): ", weighed.status.message());
+    absl::StrAppend(&text, "; ", PolicyName(weighed.policy), " cannot be had (",
+                    ReasonOf(weighed.status), "): ", weighed.status.message());
   }
   return text;
 }

@@ -132,7 +132,7 @@ TEST_F(DescribeTest, AutoGoesOnWithoutAPolicyThatCannotBe) {
 TEST_F(DescribeTest, LargePlansBoundWhatCannotWin) {
   request_.config.training_gpus = 64;
   request_.config.inference_replicas = 64;
-  request_.config.bucket_size = 1 << 20;
+  request_.config.bucket_size = 1 << 18;
   const PlanReport report = Describe();
   EXPECT_EQ(report.policy, Policy::kSharded);
   ASSERT_EQ(report.policies.size(), 3u);
@@ -181,10 +181,8 @@ TEST_F(DescribeTest, WhatIsTooLargeIsRefusedAtOnce) {
   refused("training_gpus 1048576");
   request_.config.inference_tp = 2000;
   refused("inference_tp");
-  request_.inference_ep = 1 << 20;
-  refused("inference_ep");
-  request_.config.inference_replicas = 1 << 18;
-  request_.inference_ep = 8;
+  request_.config.inference_replicas = 1 << 13;
+  request_.config.inference_tp = 1 << 7;
   refused("inference_replicas");
   request_.policy = Policy::kBroadcast;
   request_.config.training_gpus = 1 << 10;
@@ -198,6 +196,27 @@ TEST_F(DescribeTest, WhatIsTooLargeIsRefusedAtOnce) {
   request_.gpus_per_node = 1;
   request_.config.bucket_size = 4 << 20;
   refused("PAIRED");
+}
+
+TEST_F(DescribeTest, ExpertsAreDealtOutOnlyWhereThereAreSome) {
+  for (int* ways : {&request_.training_ep, &request_.inference_ep}) {
+    *ways = 2;
+    const absl::Status status = DescribePlan(request_).status();
+    EXPECT_EQ(ReasonOf(status), "INVALID_COUNT");
+    EXPECT_THAT(std::string(status.message()), HasSubstr("has 0 experts"));
+    *ways = 1;
+  }
+  config_ = *FindModel("qwen3-30b-a3b");
+  catalog_ = *ModelCatalog(config_);
+  request_.model = config_;
+  request_.inference_ep = 128;
+  EXPECT_TRUE(DescribePlan(request_).ok());
+  request_.inference_ep = 129;
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "INVALID_COUNT");
+  // Workers of experts are workers, too.
+  request_.inference_ep = 128;
+  request_.config.inference_replicas = 1 << 14;
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "PLAN_TOO_LARGE");
 }
 
 TEST_F(DescribeTest, BytesOfAllNodesThatNoNumberHolds) {

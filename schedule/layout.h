@@ -41,7 +41,7 @@ inline constexpr int64_t kDefaultBucketBytes = int64_t{256} << 20;
 inline constexpr int64_t kMinBucketBytes = 16;
 inline constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
 // What a layout may cost to make and to keep: a piece takes 64 bytes, and time.
-// DeepSeek-V3 from 2,048 ranks has three million.
+// DeepSeek-V3 from 2,048 ranks has 750,000.
 inline constexpr int64_t kMaxPieces = int64_t{1} << 23;
 
 // A box of a parameter. `dtype` is that of the holder's memory; kUnspecified

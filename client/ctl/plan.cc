@@ -17,6 +17,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "client/cc/wire_time.h"
 #include "client/ctl/format.h"
 #include "client/ctl/names.h"
@@ -150,10 +151,9 @@ absl::StatusOr<schedule::SafetensorsFile> ReadHeader(const std::string& folder,
         path, absl::StrCat("it is no safetensors file, or it is cut short: "
                            "its first 8 bytes announce a header of ",
                            bytes, " bytes",
-                           file_bytes < 0
-                               ? std::string()
-                               : absl::StrCat(", and the file has ",
-                                              file_bytes)));
+                           file_bytes < 0 ? std::string()
+                                          : absl::StrCat(", and the file has ",
+                                                         file_bytes)));
   }
   schedule::SafetensorsFile out;
   out.name = name;
@@ -208,8 +208,9 @@ absl::Status RefuseNothing(const v1::PlanSpec& spec, const std::string& name) {
     case FieldDescriptor::CPPTYPE_STRING:
       if (!reflection.GetString(spec, &field).empty()) return absl::OkStatus();
       return ErrorStatus(absl::StatusCode::kInvalidArgument, "OPTION_EMPTY",
-                         absl::StrCat(name, " is empty; name one or leave it "
-                                            "out"));
+                         absl::StrCat(name,
+                                      " is empty; name one or leave it "
+                                      "out"));
     case FieldDescriptor::CPPTYPE_DOUBLE:
       empty = reflection.GetDouble(spec, &field) == 0;
       break;
@@ -222,8 +223,9 @@ absl::Status RefuseNothing(const v1::PlanSpec& spec, const std::string& name) {
   }
   if (!empty) return absl::OkStatus();
   return ErrorStatus(absl::StatusCode::kInvalidArgument, ReasonFor(field),
-                     absl::StrCat(name, " is 0; it must be positive, or be "
-                                        "left out for its default"));
+                     absl::StrCat(name,
+                                  " is 0; it must be positive, or be "
+                                  "left out for its default"));
 }
 
 // `given`: the names of the fields that the file sets.
@@ -248,10 +250,15 @@ absl::Status ReadConfig(const std::string& path, v1::PlanSpec* spec,
     names.push_back(v1::PlanSpec::descriptor()->field(i)->name());
   }
   return ErrorStatus(absl::StatusCode::kInvalidArgument, "CONFIG_INVALID",
-                     absl::StrCat(path, error.text(),
-                                  " A configuration is lines of \"name: "
+                     absl::StrCat(path, absl::StripSuffix(error.text(), "."),
+                                  ". A configuration is lines of \"name: "
                                   "value\"; names are ",
                                   absl::StrJoin(names, ", ")));
+}
+
+// "1 rank", "3 ranks".
+std::string Counted(int64_t count, const char* what) {
+  return absl::StrCat(count, " ", what, count == 1 ? "" : "s");
 }
 
 std::string Bar(double part) {
@@ -305,8 +312,7 @@ absl::StatusOr<schedule::Catalog> ReadCatalog(const std::string& path) {
       slash == std::string::npos ? "" : path.substr(0, slash + 1);
   std::vector<schedule::SafetensorsFile> files;
   if (!absl::EndsWith(path, ".json")) {
-    absl::StatusOr<schedule::SafetensorsFile> file =
-        ReadHeader(folder, path.substr(folder.size()));
+    absl::StatusOr<schedule::SafetensorsFile> file = ReadHeader("", path);
     if (!file.ok()) return file.status();
     files.push_back(*std::move(file));
     return schedule::CatalogFromSafetensors(files);
@@ -332,10 +338,9 @@ absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
   // Fields of the spec, by option or in the file.
   std::set<std::string> written;
   for (const auto& option : options) {
-    if (!given.insert(option.first).second && option.first != "worker") {
-      return Usage(absl::StrCat("--", option.first, " is given twice"));
-    }
-    if (option.first != "config") continue;
+    const bool again = !given.insert(option.first).second;
+    if (option.first != "config") continue;  // of others the last one counts
+    if (again) return Usage("--config is given twice; it names one file");
     const absl::Status read = ReadConfig(option.second, &order.spec, &written);
     if (!read.ok()) return read;
   }
@@ -346,8 +351,7 @@ absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
         std::make_pair("catalog", "model")}) {
     if (given.count(names.first) == 0) continue;
     order.spec.GetReflection()->ClearField(
-        &order.spec,
-        v1::PlanSpec::descriptor()->FindFieldByName(names.second));
+        &order.spec, v1::PlanSpec::descriptor()->FindFieldByName(names.second));
     written.erase(names.second);
   }
   for (const auto& option : options) {
@@ -374,6 +378,9 @@ absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
       if (!set.ok()) return set;
       written.insert(name);
     }
+  }
+  if (given.count("catalog") > 0 && given.count("model") > 0) {
+    return Usage("--model and --catalog both say what is to be sent; give one");
   }
   if (!order.registered.empty()) {
     for (const std::string& name : given) {
@@ -402,7 +409,8 @@ std::string PlanTitle(const PlanOrder& order) {
   const v1::PlanSpec& spec = order.spec;
   std::string title = absl::StrCat(
       order.catalog == nullptr ? spec.model() : LastPart(order.catalog_path),
-      ", ", spec.training_gpus(), " trainer GPUs (", spec.training_sharding());
+      ", ", Counted(spec.training_gpus(), "trainer GPU"), " (",
+      spec.training_sharding());
   for (const auto& ways : {std::make_pair("pp", spec.training_pp()),
                            std::make_pair("tp", spec.training_tp()),
                            std::make_pair("ep", spec.training_ep())}) {
@@ -410,7 +418,8 @@ std::string PlanTitle(const PlanOrder& order) {
       absl::StrAppend(&title, ", ", ways.first, " ", ways.second);
     }
   }
-  absl::StrAppend(&title, ") to ", spec.inference_replicas(), " replicas x tp ",
+  absl::StrAppend(&title, ") to ",
+                  Counted(spec.inference_replicas(), "replica"), " x tp ",
                   spec.inference_tp());
   if (spec.inference_ep() > 1) {
     absl::StrAppend(&title, " ep ", spec.inference_ep());
@@ -442,12 +451,13 @@ std::string RenderPlan(const std::string& title,
   const std::pair<const char*, std::string> facts[] = {
       {"bytes of the model",
        absl::StrCat(HumanBytes(response.total_bytes()), " in ",
-                    WithCommas(response.bucket_count()), " buckets")},
+                    WithCommas(response.bucket_count()),
+                    response.bucket_count() == 1 ? " bucket" : " buckets")},
       {"over the network", HumanBytes(response.wire_bytes())},
-      {"sent by",
-       senders.empty()
-           ? std::string("nobody")
-           : absl::StrCat(senders.size(), " ranks: ", RangesText(senders))},
+      {"sent by", senders.empty()
+                      ? std::string("nobody")
+                      : absl::StrCat(Counted(senders.size(), "rank"), ": ",
+                                     RangesText(senders))},
       {"most staging on a node", HumanBytes(response.staging_bytes_per_node())},
       {"bound by", response.bound_by()},
       {"no transfer is faster than",
