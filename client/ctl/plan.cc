@@ -459,7 +459,7 @@ std::string RenderPlan(const std::string& title,
                       : absl::StrCat(Counted(senders.size(), "rank"), ": ",
                                      RangesText(senders))},
       {"most staging on a node", HumanBytes(response.staging_bytes_per_node())},
-      {"bound by", response.bound_by()},
+      {"transfer bound by", response.bound_by()},
       {"no transfer is faster than",
        HumanDuration(FromProto(response.lower_bound()))}};
   for (const auto& fact : facts) {
