@@ -79,7 +79,10 @@ grpc::ServerUnaryReactor* AdminServiceImpl::Plan(
     access_.local->Ask([this, answer, asked = *request](
                            const Coordinator& coordinator, absl::Time) {
       absl::StatusOr<PlanInputs> inputs = coordinator.InputsOfPlan(asked);
-      if (!inputs.ok()) return answer->Finish(inputs.status());
+      if (!inputs.ok()) {
+        answer->Finish(inputs.status());
+        return;
+      }
       MakePlan(answer,
                [inputs = *std::move(inputs)] { return PlanOf(inputs); });
     });
