@@ -29,6 +29,7 @@
  *   UPDATES    updates that are published, one after the other
  *   CRASHES    of a coordinator, a node's daemon, the engine with its workers
  *   BREAKS     of the stream of a node to the coordinator
+ *   LOSSES     of one command, which its client never answers
  *   ABORTS     an update fails before its COMMIT (a rank, another replica)
  *   HASTE      deadlines that pass although nothing was lost
  *   ROLLBACKS  somebody asks for update 0
@@ -51,7 +52,7 @@ static int FromEnvironment(const char* name) {
 }
 }
 
-byte updates, crashes, breaks, aborts, haste, rollbacks, seconds, mutant;
+byte updates, crashes, breaks, losses, aborts, haste, rollbacks, seconds, mutant;
 bool one_node;
 bool second_was; /* the other coordinator has come */
 
@@ -358,12 +359,14 @@ end:
               (word[0] == word[1] || LEFT(REFUSES_MIX) || LEFT(REFUSES_ALL)) ->
        forget_offer(); to_engine ! RESUME, 0 }
   /* Past the COMMIT it finishes by itself. */
-  :: d_step { m == 0 && ALONE && n_commit != 0 &&
+  :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
               word[0] == n_commit - 1 && word[1] == n_commit - 1 ->
        forget_offer(); to_engine ! RESUME, 0 }
-  :: d_step { m == 0 && ALONE && n_commit != 0 && word[0] != n_commit - 1 ->
+  :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
+              word[0] != n_commit - 1 ->
        to_worker[0] ! n_commit - 1, 0 }
-  :: d_step { m == 0 && ALONE && n_commit != 0 && word[1] != n_commit - 1 ->
+  :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
+              word[1] != n_commit - 1 ->
        to_worker[1] ! n_commit - 1, 0 }
   od
 }
@@ -615,13 +618,17 @@ inline deadline(k) {
    view[k] == RUNNING && engine == RUNS && word[0] == word[1] &&           \
    word[0] == (j_held -> 0 : j_commit) && j_opened == updates && QUIET)
 
+#define TOLD_FIRST(k) (LEFT(TELL_FIRST) && commit[k] > j_commit)
+
 proctype coordinator(bit k) {
   do
   :: atomic {
        if
-       :: HEARS(k, 0) && !WAITS_OUTSIDE(k, 0) && !IS_DEAD(k, 0) ->
+       /* Mutant: the record comes after the telling, or it dies before that. */
+       :: TOLD_FIRST(k) -> write_commit(k)
+       :: !TOLD_FIRST(k) && HEARS(k, 0) && !WAITS_OUTSIDE(k, 0) && !IS_DEAD(k, 0) ->
           n = 0; up[0] ? what, x, y, z
-       :: HEARS(k, 1) && !WAITS_OUTSIDE(k, 1) && !IS_DEAD(k, 1) ->
+       :: !TOLD_FIRST(k) && HEARS(k, 1) && !WAITS_OUTSIDE(k, 1) && !IS_DEAD(k, 1) ->
           n = 1; up[1] ? what, x, y, z
        :: IS_DEAD(k, 0) -> up[0] ? _, _, _, _
        :: IS_DEAD(k, 1) -> up[1] ? _, _, _, _
@@ -644,8 +651,6 @@ proctype coordinator(bit k) {
        :: k == 1 && term[1] == 0 && term[0] != 0 && !second_was ->
           second_was = true; what = BEGIN
        :: term[k] != 0 && term[k] < j_term -> what = STOP
-       :: term[k] == j_term && LEFT(TELL_FIRST) && commit[k] > j_commit ->
-          write_commit(k)
        fi;
        if
        :: what < AWAY && what != 0 -> take_report(k)
@@ -742,6 +747,9 @@ end:
        n = 0; what = 0
      }
   :: d_step { crashes > 0 -> crashes--; restart_engine() }
+  :: d_step { losses > 0 && nempty(to_engine) -> losses--; to_engine ? _, _ }
+  :: d_step { losses > 0 && nempty(to_worker[0]) -> losses--; to_worker[0] ? _, _ }
+  :: d_step { losses > 0 && nempty(to_worker[1]) -> losses--; to_worker[1] ? _, _ }
   od
 }
 
@@ -751,6 +759,7 @@ init {
       now.updates = FromEnvironment("UPDATES");
       now.crashes = FromEnvironment("CRASHES");
       now.breaks = FromEnvironment("BREAKS");
+      now.losses = FromEnvironment("LOSSES");
       now.aborts = FromEnvironment("ABORTS");
       now.haste = FromEnvironment("HASTE");
       now.rollbacks = FromEnvironment("ROLLBACKS");
