@@ -70,6 +70,7 @@ bool second_was; /* the other coordinator has come */
 #define REFUSES_MIX 12 /* and when its workers hold one and the same */
 #define FORGETS_TERM 13 /* a node's newest term outlives its daemon */
 #define SAYS_OLD 14    /* a worker that was told counts as WRITING for its node */
+#define RESUMES_LATE 15 /* told to resume by its node, an engine counts as running */
 #define STRAY_PAUSE 11 /* an engine that stands still unexpectedly is resumed */
 #define LEFT(rule) (mutant == rule)
 
@@ -101,7 +102,7 @@ chan up[2] = [6] of { byte, byte, byte, byte };
 #define LATE_PAUSE 2  /* a hook runs whose stream has ended: it will stand still */
 #define LATE_RESUME 3 /* it generates, and nobody is told */
 byte engine = RUNS;
-bit incarnation;
+byte incarnation;
 byte word[2];
 byte becomes[2]; /* WRITING: what, and */
 byte answers[2]; /* the command, 0: nobody hears it */
@@ -139,14 +140,14 @@ byte n_commit;     /* and is known to be committed: the update + 1; 0: no */
 #define RESUMING 4
 
 /* What happens to one, if it is no report; `n`: at which node. */
-#define AWAY 10
-#define PUBLISH 11
-#define ABORT 12
-#define COMMIT 13
-#define ROLLBACK 14
-#define DEADLINE 15
-#define STOP 16
-#define BEGIN 17
+#define AWAY 20
+#define PUBLISH 21
+#define ABORT 22
+#define COMMIT 23
+#define ROLLBACK 24
+#define DEADLINE 25
+#define STOP 26
+#define BEGIN 27
 
 byte term[K];    /* 0: it does not run; it starts first */
 byte commit[K];  /* the newest committed update */
@@ -155,7 +156,7 @@ byte phase[K];
 bool begun[K];   /* workers are told to install WANTED */
 byte view[K];    /* of the engine */
 byte command[K]; /* the Pause or Resume in flight */
-bit life[K];     /* the incarnation it knows */
+byte life[K];     /* the incarnation it knows */
 typedef Pair { byte w[2] };
 Pair seen[K];     /* the workers' words */
 Pair told[K];     /* the Apply in flight; 0: none */
@@ -338,12 +339,18 @@ end:
 /* The coordinator is away, and the engine stands still for an update. */
 #define ALONE                                                               \
   (link[0] == 0 && n_paused && n_offer && (engine == STILL) && !BUSY(0) &&   \
-   (one_node && !BUSY(1) || LEFT(REFUSES_ALL)) && !(to_engine ?? [RESUME, 0]))
+   (one_node && !BUSY(1) || LEFT(REFUSES_ALL)))
 
 inline dial(n, k) {
   link[n] = k + 1;
   n_term[n] = term[k];
   say_join(n)
+}
+
+inline resume_alone() {
+  forget_offer();
+  n_paused = LEFT(RESUMES_LATE);
+  to_engine ! RESUME, 0
 }
 
 proctype node(bit m) {
@@ -357,11 +364,11 @@ end:
   /* barrier_timeout: the offer is refused, durably, and the old update served. */
   :: d_step { m == 0 && ALONE && n_refusable && n_commit == 0 &&
               (word[0] == word[1] || LEFT(REFUSES_MIX) || LEFT(REFUSES_ALL)) ->
-       forget_offer(); to_engine ! RESUME, 0 }
+       resume_alone() }
   /* Past the COMMIT it finishes by itself. */
   :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
               word[0] == n_commit - 1 && word[1] == n_commit - 1 ->
-       forget_offer(); to_engine ! RESUME, 0 }
+       resume_alone() }
   :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
               word[0] != n_commit - 1 ->
        to_worker[0] ! n_commit - 1, 0 }
@@ -399,7 +406,7 @@ inline send(k) {
   :: !(USED_COMMAND(k, y)) -> break
   od;
   command[k] = y;
-  x = (x == PAUSE && !(one_node && (phase[k] == OFFER || phase[k] == APPLY) &&
+  x = (x == PAUSE && !((one_node || LEFT(REFUSES_ALL)) && (phase[k] == OFFER || phase[k] == APPLY) &&
                        (SERVABLE(k) || was_servable)) -> FIRM : x);
   if
   :: link[0] == k + 1 && life[k] == incarnation -> to_engine ! x, y
@@ -416,7 +423,8 @@ inline send_apply(k) {
   od;
   told[k].w[x] = y;
   if
-  :: link[HOST(x)] == k + 1 && life[k] == incarnation ->
+  :: link[HOST(x)] == k + 1 && life[k] == incarnation &&
+     (HOST(x) != 0 || n_paused) /* or the node refuses */ ->
      to_worker[x] ! WANTED(k), y
   :: else
   fi
@@ -536,7 +544,7 @@ inline leave(k, n) {
 
 inline take_report(k) {
   if
-  :: what == JOIN || what == JOIN + 1 ->
+  :: what >= JOIN ->
      /* x: paused + 2 * fresh */
      /* The control stream joins before the workers. */
      was_servable = SERVABLE(k);
@@ -599,14 +607,16 @@ inline deadline(k) {
 
 #define WAITS(k) (COMPLETE(k) && (command[k] != 0 || TOLD(k, 0) || TOLD(k, 1)))
 
-#define HEARS(k, m) (link[m] == k + 1 && nempty(up[m]))
+#define HEARS(k, m) (link[m] == k + 1 && len(up[m]) > 0)
 /* Clients of another incarnation. They are refused, and come again, while some
  * of the old one are known; what was said for the dead is just refused. */
-#define STRANGER(k, m) \
-  (link[m] == k + 1 && up[m] ? [eval(JOIN + 1 - life[k]), _, _, _])
-#define WAITS_OUTSIDE(k, m) \
-  (life[k] != incarnation && STRANGER(k, m) && ANY_HERE(k))
-#define IS_DEAD(k, m) (life[k] == incarnation && STRANGER(k, m) && ANY_HERE(k))
+#define STRANGER(k, m)                                                \
+  (HEARS(k, m) && !(up[m] ? [PAUSED, _, _, _]) &&                      \
+   !(up[m] ? [RESUMED, _, _, _]) && !(up[m] ? [APPLIED, _, _, _]) &&   \
+   !(up[m] ? [eval(JOIN + life[k]), _, _, _]))
+#define OF_THE_LIVING(m) (up[m] ? [eval(JOIN + incarnation), _, _, _])
+#define WAITS_OUTSIDE(k, m) (STRANGER(k, m) && OF_THE_LIVING(m) && ANY_HERE(k))
+#define IS_DEAD(k, m) (STRANGER(k, m) && !(OF_THE_LIVING(m)) && ANY_HERE(k))
 #define ANY_HERE(k) (here[k].w[0] || here[k].w[1])
 
 #define QUIET                                                          \
@@ -721,7 +731,7 @@ inline restart_node() {
 }
 
 inline restart_engine() {
-  incarnation = 1 - incarnation;
+  incarnation++;
   engine = RUNS; word[0] = OWN; word[1] = OWN; served = 0;
   becomes[0] = 0; becomes[1] = 0; answers[0] = 0; answers[1] = 0;
   drop(to_engine); drop(to_worker[0]); drop(to_worker[1]);
