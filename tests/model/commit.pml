@@ -91,8 +91,8 @@ bool second_was; /* the other coordinator has come */
 #define APPLIED 5 /* worker, command, content */
 #define JOIN 8    /* + incarnation; paused + 2 * fresh, content, content */
 
-chan to_engine = [4] of { byte, byte };    /* what, command */
-chan to_worker[2] = [3] of { byte, byte }; /* update, command */
+chan to_engine = [4] of { byte, byte, byte }; /* what, command, update */
+chan to_worker[2] = [3] of { byte, byte };    /* update, command */
 chan up[2] = [6] of { byte, byte, byte, byte };
 
 /* ---- Live memory and engine: the truth ---- */
@@ -122,9 +122,9 @@ byte n_term[2];
 bool fresh[2];     /* the daemon was started again */
 bool rejoin[2];    /* clients came back, which has to be said */
 bool n_paused;     /* node 0's belief of the engine */
-bool n_offer;      /* the engine is paused for an update, */
-bool n_refusable;  /* which the node may refuse, */
-byte n_commit;     /* and is known to be committed: the update + 1; 0: no */
+byte n_offer;      /* the update + 1 that the engine is paused for; 0: none. */
+bool n_refusable;  /* It may be refused, */
+bool n_commit;     /* it is known to be committed */
 
 /* ---- Coordinators ---- */
 
@@ -211,26 +211,41 @@ inline goes() {
 /* ---- Streams ---- */
 
 /* The first `keep` of what is on its way to a client have reached it. */
-inline shorten(queue) {
-  i = len(queue);
+inline shorten_engine() {
+  i = len(to_engine); keep = 0;
+  do
+  :: keep < i -> keep++
+  :: break
+  od;
   do
   :: i > 0 ->
      i--;
-     queue ? x, y;
+     to_engine ? x, y, z;
      if
-     :: keep > 0 -> keep--; queue ! x, y
+     :: keep > 0 -> keep--; to_engine ! x, y, z
+     :: else
+     fi
+  :: else -> break
+  od;
+  x = 0; y = 0; z = 0; keep = 0
+}
+inline shorten_worker(w) {
+  i = len(to_worker[w]); keep = 0;
+  do
+  :: keep < i -> keep++
+  :: break
+  od;
+  do
+  :: i > 0 ->
+     i--;
+     to_worker[w] ? x, y;
+     if
+     :: keep > 0 -> keep--; to_worker[w] ! x, y
      :: else
      fi
   :: else -> break
   od;
   x = 0; y = 0; keep = 0
-}
-inline some_of(queue) {
-  keep = 0;
-  do
-  :: keep < len(queue) -> keep++
-  :: break
-  od
 }
 inline cut(n) {
   link[n] = 0;
@@ -239,19 +254,24 @@ inline cut(n) {
   :: empty(up[n]) -> break
   od;
   if
-  :: n == 0 -> some_of(to_engine); shorten(to_engine);
-               some_of(to_worker[0]); shorten(to_worker[0])
+  :: n == 0 -> shorten_engine(); shorten_worker(0)
   :: else
   fi;
   if
-  :: n == HOST(1) -> some_of(to_worker[1]); shorten(to_worker[1])
+  :: n == HOST(1) -> shorten_worker(1)
   :: else
   fi
 }
-inline drop(queue) {
+inline drop_engine() {
   do
-  :: nempty(queue) -> queue ? _, _
-  :: empty(queue) -> break
+  :: nempty(to_engine) -> to_engine ? _, _, _
+  :: empty(to_engine) -> break
+  od
+}
+inline drop_worker(w) {
+  do
+  :: nempty(to_worker[w]) -> to_worker[w] ? _, _
+  :: empty(to_worker[w]) -> break
   od
 }
 
@@ -277,18 +297,18 @@ inline answer(n, what, p, q, r) {
 }
 
 inline forget_offer() {
-  n_offer = false; n_refusable = false; n_commit = 0
+  n_offer = 0; n_refusable = false; n_commit = false
 }
 
 proctype engine_control() {
 end:
   do
   :: atomic { (engine == STILL || engine == RUNS) && nempty(to_engine) ->
-       to_engine ? x, y;
+       to_engine ? x, y, z;
        if
        :: x != RESUME ->
           engine = STILL; n_paused = true;
-          n_offer = true; n_refusable = (x == PAUSE); n_commit = 0;
+          n_offer = z + 1; n_refusable = (x == PAUSE); n_commit = false;
           answer(0, PAUSED, y, 0, 0)
        :: x == RESUME ->
           engine = RUNS; n_paused = false; forget_offer(); goes();
@@ -297,7 +317,7 @@ end:
           :: else
           fi
        fi;
-       x = 0; y = 0 }
+       x = 0; y = 0; z = 0 }
   :: d_step { engine == LATE_PAUSE -> engine = STILL }
   :: d_step { engine == LATE_RESUME -> engine = RUNS }
   od
@@ -308,7 +328,7 @@ end:
   do
   :: atomic { word[w] != WRITING && nempty(to_worker[w]) ->
        to_worker[w] ? x, y;
-       n_commit = (n_offer -> x + 1 : 0);
+       n_commit = n_commit || n_offer == x + 1;
        if
        :: word[w] == x && y != 0 -> answer(HOST(w), APPLIED, w, y, x)
        :: word[w] == x && y == 0 -> skip
@@ -338,7 +358,7 @@ end:
 #define BUSY(w) (word[w] == WRITING || len(to_worker[w]) > 0)
 /* The coordinator is away, and the engine stands still for an update. */
 #define ALONE                                                               \
-  (link[0] == 0 && n_paused && n_offer && (engine == STILL) && !BUSY(0) &&   \
+  (link[0] == 0 && n_paused && n_offer != 0 && (engine == STILL) && !BUSY(0) &&   \
    (one_node && !BUSY(1) || LEFT(REFUSES_ALL)))
 
 inline dial(n, k) {
@@ -350,7 +370,7 @@ inline dial(n, k) {
 inline resume_alone() {
   forget_offer();
   n_paused = LEFT(RESUMES_LATE);
-  to_engine ! RESUME, 0
+  to_engine ! RESUME, 0, 0
 }
 
 proctype node(bit m) {
@@ -362,19 +382,19 @@ end:
        dial(m, 1) }
   :: atomic { link[m] != 0 && rejoin[m] -> say_join(m) }
   /* barrier_timeout: the offer is refused, durably, and the old update served. */
-  :: d_step { m == 0 && ALONE && n_refusable && n_commit == 0 &&
+  :: d_step { m == 0 && ALONE && n_refusable && !n_commit &&
               (word[0] == word[1] || LEFT(REFUSES_MIX) || LEFT(REFUSES_ALL)) ->
        resume_alone() }
   /* Past the COMMIT it finishes by itself. */
-  :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
-              word[0] == n_commit - 1 && word[1] == n_commit - 1 ->
+  :: d_step { m == 0 && ALONE && one_node && n_commit &&
+              word[0] == n_offer - 1 && word[1] == n_offer - 1 ->
        resume_alone() }
-  :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
-              word[0] != n_commit - 1 ->
-       to_worker[0] ! n_commit - 1, 0 }
-  :: d_step { m == 0 && ALONE && one_node && n_commit != 0 &&
-              word[1] != n_commit - 1 ->
-       to_worker[1] ! n_commit - 1, 0 }
+  :: d_step { m == 0 && ALONE && one_node && n_commit &&
+              word[0] != n_offer - 1 ->
+       to_worker[0] ! n_offer - 1, 0 }
+  :: d_step { m == 0 && ALONE && one_node && n_commit &&
+              word[1] != n_offer - 1 ->
+       to_worker[1] ! n_offer - 1, 0 }
   od
 }
 
@@ -390,13 +410,20 @@ end:
    LEFT(ONE_IS_ALL))
 /* Numbers that nothing in flight has; those of the real one grow. */
 #define USED_COMMAND(k, c)                                        \
-  (to_engine ?? [_, eval(c)] || up[0] ?? [PAUSED, eval(c), _, _] || \
+  (to_engine ?? [_, eval(c), _] || up[0] ?? [PAUSED, eval(c), _, _] || \
    up[0] ?? [RESUMED, eval(c), _, _] || command[1 - k] == c)
 #define USED_APPLY(k, v, c)                                               \
   (to_worker[v] ?? [_, eval(c)] ||                                        \
    up[HOST(v)] ?? [APPLIED, eval(v), eval(c), _] || answers[v] == c ||    \
    given_up[k].w[v] == c || told[1 - k].w[v] == c ||           \
    given_up[1 - k].w[v] == c)
+
+/* A command arrives: the stream is whole, its client there. A daemon that was
+ * started again is lost with its hello, which comes before anything is sent. */
+#define REACHES(k, m)                                             \
+  (link[m] == k + 1 && life[k] == incarnation &&                  \
+   !(up[m] ?? [eval(JOIN + incarnation), 2, _, _]) &&             \
+   !(up[m] ?? [eval(JOIN + incarnation), 3, _, _]))
 
 /* Sends `x` to the engine. */
 inline send(k) {
@@ -409,7 +436,8 @@ inline send(k) {
   x = (x == PAUSE && !((one_node || LEFT(REFUSES_ALL)) && (phase[k] == OFFER || phase[k] == APPLY) &&
                        (SERVABLE(k) || was_servable)) -> FIRM : x);
   if
-  :: link[0] == k + 1 && life[k] == incarnation -> to_engine ! x, y
+  :: REACHES(k, 0) ->
+     to_engine ! x, y, (phase[k] == OFFER -> j_opened : WANTED(k))
   :: else /* into a stream that has broken */
   fi
 }
@@ -423,8 +451,7 @@ inline send_apply(k) {
   od;
   told[k].w[x] = y;
   if
-  :: link[HOST(x)] == k + 1 && life[k] == incarnation &&
-     (HOST(x) != 0 || n_paused) /* or the node refuses */ ->
+  :: REACHES(k, HOST(x)) && (HOST(x) != 0 || n_paused) /* or the node refuses */ ->
      to_worker[x] ! WANTED(k), y
   :: else
   fi
@@ -657,10 +684,10 @@ proctype coordinator(bit k) {
        :: WAITS(k) && haste > 0 -> haste--; what = DEADLINE
        :: timeout && WAITS(k) && !LEFT(NO_DEADLINE) -> what = DEADLINE
        :: term[k] != 0 && crashes > 0 -> crashes--; what = STOP
-       :: k == 0 && term[0] == 0 && term[K - 1] == 0 -> what = BEGIN
+       :: k == 0 && term[0] == 0 && (term[1] == 0 || FOREIGN(1)) -> what = BEGIN
        :: k == 1 && term[1] == 0 && term[0] != 0 && !second_was ->
           second_was = true; what = BEGIN
-       :: term[k] != 0 && term[k] < j_term -> what = STOP
+       :: term[k] != 0 && (term[k] < j_term || FOREIGN(k)) -> what = STOP
        fi;
        if
        :: what < AWAY && what != 0 -> take_report(k)
@@ -707,23 +734,23 @@ inline restart_node() {
   /* A hook that runs goes on; nobody hears how it ends. */
   if
   :: n == 0 && engine == RUNS &&
-     (to_engine ? [PAUSE, _] || to_engine ? [FIRM, _]) -> engine = LATE_PAUSE
-  :: n == 0 && engine == STILL && to_engine ? [RESUME, _] ->
+     (to_engine ? [PAUSE, _, _] || to_engine ? [FIRM, _, _]) -> engine = LATE_PAUSE
+  :: n == 0 && engine == STILL && to_engine ? [RESUME, _, _] ->
      engine = LATE_RESUME; goes()
   :: true
   fi;
   if
   :: n == 0 ->
-     drop(to_engine);
+     drop_engine();
      n_paused = (engine != RUNS); forget_offer()
   :: else
   fi;
   if
-  :: n == HOST(0) -> drop(to_worker[0]); answers[0] = 0
+  :: n == HOST(0) -> drop_worker(0); answers[0] = 0
   :: else
   fi;
   if
-  :: n == HOST(1) -> drop(to_worker[1]); answers[1] = 0
+  :: n == HOST(1) -> drop_worker(1); answers[1] = 0
   :: else
   fi;
   fresh[n] = true; rejoin[n] = false;
@@ -734,7 +761,7 @@ inline restart_engine() {
   incarnation++;
   engine = RUNS; word[0] = OWN; word[1] = OWN; served = 0;
   becomes[0] = 0; becomes[1] = 0; answers[0] = 0; answers[1] = 0;
-  drop(to_engine); drop(to_worker[0]); drop(to_worker[1]);
+  drop_engine(); drop_worker(0); drop_worker(1);
   n_paused = false; forget_offer();
   rejoin[0] = true; rejoin[1] = !one_node
 }
@@ -757,7 +784,7 @@ end:
        n = 0; what = 0
      }
   :: d_step { crashes > 0 -> crashes--; restart_engine() }
-  :: d_step { losses > 0 && nempty(to_engine) -> losses--; to_engine ? _, _ }
+  :: d_step { losses > 0 && nempty(to_engine) -> losses--; to_engine ? _, _, _ }
   :: d_step { losses > 0 && nempty(to_worker[0]) -> losses--; to_worker[0] ? _, _ }
   :: d_step { losses > 0 && nempty(to_worker[1]) -> losses--; to_worker[1] ? _, _ }
   od
