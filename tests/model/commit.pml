@@ -71,6 +71,7 @@ bool second_was; /* the other coordinator has come */
 #define FORGETS_TERM 13 /* a node's newest term outlives its daemon */
 #define SAYS_OLD 14    /* a worker that was told counts as WRITING for its node */
 #define RESUMES_LATE 15 /* told to resume by its node, an engine counts as running */
+#define SENDS_EARLY 16 /* nothing is sent to a node before it has said all */
 #define STRAY_PAUSE 11 /* an engine that stands still unexpectedly is resumed */
 #define LEFT(rule) (mutant == rule)
 
@@ -91,9 +92,9 @@ bool second_was; /* the other coordinator has come */
 #define APPLIED 5 /* worker, command, content */
 #define JOIN 8    /* + incarnation; paused + 2 * fresh, content, content */
 
-chan to_engine = [4] of { byte, byte, byte }; /* what, command, update */
-chan to_worker[2] = [3] of { byte, byte };    /* update, command */
-chan up[2] = [6] of { byte, byte, byte, byte };
+chan to_engine = [6] of { byte, byte, byte }; /* what, command, update */
+chan to_worker[2] = [4] of { byte, byte };    /* update, command */
+chan up[2] = [8] of { byte, byte, byte, byte };
 
 /* ---- Live memory and engine: the truth ---- */
 
@@ -222,7 +223,8 @@ inline shorten_engine() {
      i--;
      to_engine ? x, y, z;
      if
-     :: keep > 0 -> keep--; to_engine ! x, y, z
+     :: y == 0 -> to_engine ! x, y, z
+     :: y != 0 && keep > 0 -> keep--; to_engine ! x, y, z
      :: else
      fi
   :: else -> break
@@ -240,7 +242,8 @@ inline shorten_worker(w) {
      i--;
      to_worker[w] ? x, y;
      if
-     :: keep > 0 -> keep--; to_worker[w] ! x, y
+     :: y == 0 -> to_worker[w] ! x, y
+     :: y != 0 && keep > 0 -> keep--; to_worker[w] ! x, y
      :: else
      fi
   :: else -> break
@@ -418,12 +421,14 @@ end:
    given_up[k].w[v] == c || told[1 - k].w[v] == c ||           \
    given_up[1 - k].w[v] == c)
 
-/* A command arrives: the stream is whole, its client there. A daemon that was
- * started again is lost with its hello, which comes before anything is sent. */
-#define REACHES(k, m)                                             \
-  (link[m] == k + 1 && life[k] == incarnation &&                  \
-   !(up[m] ?? [eval(JOIN + incarnation), 2, _, _]) &&             \
-   !(up[m] ?? [eval(JOIN + incarnation), 3, _, _]))
+/* A command arrives: the stream is whole, its client there. Nothing is sent to a
+ * node between its hello and what it says after that of its clients. */
+#define REACHES(k, m)                                            \
+  (link[m] == k + 1 && life[k] == incarnation &&                 \
+   (!(up[m] ?? [eval(JOIN + incarnation), _, _, _]) ||           \
+    LEFT(SENDS_EARLY) &&                                         \
+        !(up[m] ?? [eval(JOIN + incarnation), 2, _, _]) &&       \
+        !(up[m] ?? [eval(JOIN + incarnation), 3, _, _])))
 
 /* Sends `x` to the engine. */
 inline send(k) {
