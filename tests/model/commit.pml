@@ -56,23 +56,22 @@ byte updates, crashes, breaks, losses, aborts, haste, rollbacks, seconds, mutant
 bool one_node;
 bool second_was; /* the other coordinator has come */
 
-/* Mutants: rules that are left out. */
-#define TELL_FIRST 1   /* COMMIT is in the journal before anybody is told */
-#define ANY_TERM 2     /* a node follows no older term than it has seen */
-#define ONE_IS_ALL 3   /* all workers have it before the engine resumes */
-#define ANY_ANSWER 4   /* an answer counts for its own command alone */
-#define NO_DOUBT 5     /* who was told and did not answer counts as WRITING */
-#define FORGETS 6      /* the last COMMIT of the journal is the one to install */
-#define EMPTY 7        /* JOURNAL_LOST: an empty journal is nobody's master */
-#define NO_DEADLINE 8  /* deadlines pass */
-#define REFUSES_ALL 9  /* a node gives up a pause only when all is its own */
-#define SAYS_DONE 10   /* WRITING until the last byte */
-#define REFUSES_MIX 12 /* and when its workers hold one and the same */
-#define FORGETS_TERM 13 /* a node's newest term outlives its daemon */
-#define SAYS_OLD 14    /* a worker that was told counts as WRITING for its node */
-#define RESUMES_LATE 15 /* told to resume by its node, an engine counts as running */
-#define SENDS_EARLY 16 /* nothing is sent to a node before it has said all */
-#define STRAY_PAUSE 11 /* an engine that stands still unexpectedly is resumed */
+/* Rules of the protocol. MUTANT leaves one out. */
+#define TELL_FIRST 1      /* COMMIT is in the journal before anybody is told */
+#define ANY_TERM 2        /* a node follows no older term than it has seen */
+#define ONE_IS_ALL 3      /* all workers have it before the engine resumes */
+#define ANY_ANSWER 4      /* an answer counts for its own command alone */
+#define NO_DOUBT 5        /* who was told and has not answered may be writing */
+#define FORGETS_COMMIT 6  /* what is wanted is the journal's last COMMIT */
+#define EMPTY_JOURNAL 7   /* JOURNAL_LOST: an empty journal commands nobody */
+#define NO_DEADLINE 8     /* every wait has a deadline */
+#define REFUSES_APART 9   /* an offer is refused only where all workers are */
+#define SAYS_DONE 10      /* a worker is WRITING until its last byte */
+#define STRAY_PAUSE 11    /* an engine that stands still unasked is resumed */
+#define REFUSES_MIX 12    /* an offer is refused only when all workers agree */
+#define FORGETS_TERM 13   /* a node's newest term outlives its daemon */
+#define SAYS_OLD 14       /* for its node, who was told is WRITING */
+#define SENDS_EARLY 15    /* nothing is sent to a node before it has said all */
 #define LEFT(rule) (mutant == rule)
 
 #define K 2
@@ -356,13 +355,13 @@ end:
 #define FOREIGN(k) (k == 1 && seconds == 2)
 #define OBEYS(m, k)                              \
   ((n_term[m] <= term[k] || LEFT(ANY_TERM)) &&   \
-   (!FOREIGN(k) || LEFT(EMPTY)))
+   (!FOREIGN(k) || LEFT(EMPTY_JOURNAL)))
 
 #define BUSY(w) (word[w] == WRITING || len(to_worker[w]) > 0)
 /* The coordinator is away, and the engine stands still for an update. */
 #define ALONE                                                               \
   (link[0] == 0 && n_paused && n_offer != 0 && (engine == STILL) && !BUSY(0) &&   \
-   (one_node && !BUSY(1) || LEFT(REFUSES_ALL)))
+   (one_node && !BUSY(1) || LEFT(REFUSES_APART)))
 
 inline dial(n, k) {
   link[n] = k + 1;
@@ -372,7 +371,6 @@ inline dial(n, k) {
 
 inline resume_alone() {
   forget_offer();
-  n_paused = LEFT(RESUMES_LATE);
   to_engine ! RESUME, 0, 0
 }
 
@@ -386,7 +384,7 @@ end:
   :: atomic { link[m] != 0 && rejoin[m] -> say_join(m) }
   /* barrier_timeout: the offer is refused, durably, and the old update served. */
   :: d_step { m == 0 && ALONE && n_refusable && !n_commit &&
-              (word[0] == word[1] || LEFT(REFUSES_MIX) || LEFT(REFUSES_ALL)) ->
+              (word[0] == word[1] || LEFT(REFUSES_MIX) || LEFT(REFUSES_APART)) ->
        resume_alone() }
   /* Past the COMMIT it finishes by itself. */
   :: d_step { m == 0 && ALONE && one_node && n_commit &&
@@ -438,7 +436,7 @@ inline send(k) {
   :: !(USED_COMMAND(k, y)) -> break
   od;
   command[k] = y;
-  x = (x == PAUSE && !((one_node || LEFT(REFUSES_ALL)) && (phase[k] == OFFER || phase[k] == APPLY) &&
+  x = (x == PAUSE && !((one_node || LEFT(REFUSES_APART)) && (phase[k] == OFFER || phase[k] == APPLY) &&
                        (SERVABLE(k) || was_servable)) -> FIRM : x);
   if
   :: REACHES(k, 0) ->
@@ -535,7 +533,7 @@ inline begin(k) {
   if
   :: FOREIGN(k) -> skip
   :: else ->
-     commit[k] = (LEFT(FORGETS) && j_commit > 0 -> j_commit - 1 : j_commit);
+     commit[k] = (LEFT(FORGETS_COMMIT) && j_commit > 0 -> j_commit - 1 : j_commit);
      held[k] = j_held;
      j_ended = true /* what was not committed is aborted */
   fi;
