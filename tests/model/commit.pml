@@ -1,10 +1,9 @@
 /* The commit and recovery protocol, for spin. tests/model/run.sh checks it.
  *
- * One replica: an engine (its control stream is at node 0) and two workers, one
- * on each of two nodes; -DONE_NODE: both on node 0. A coordinator with its
- * journal; -DSECONDS=1: another one that starts while it lives, and reads the
- * same journal or, as it may be, an empty one. Up to UPDATES updates are
- * published on top of update 0, which is committed and installed at the start.
+ * One replica: an engine, whose control stream is at node 0, and two workers,
+ * one on each of two nodes, or both on node 0. A coordinator with its journal,
+ * and perhaps another one. Update 0 is committed and installed at the start;
+ * others are published on top of it.
  *
  * Where the rules live in the daemon:
  *   coordinator  daemon/coordinator: update_machine (OFFER, APPLY), Settle in
@@ -16,8 +15,9 @@
  *   worker       client/cc/worker.cc: INSTALLED(u) -> WRITING -> INSTALLED(v).
  *
  * What is left out: bytes (an update that is offered is VERIFIED, and has a
- * holder for ever), STREAM, ROLLING, hooks that fail. SUPERSEDED is here an
- * abort that is followed by the next offer.
+ * holder for ever, so that none is LOST), other replicas (they can make an update
+ * fail before its COMMIT, and no more), STREAM, PAUSE_MODE_NONE, hooks that fail.
+ * SUPERSEDED is here an abort that is followed by the next offer.
  *
  * Messages: between the coordinator and a client lies one queue down, and one
  * queue up for each node. When a node's stream breaks, what is on its way up is
@@ -30,6 +30,7 @@
  *   CRASHES    of a coordinator, a node's daemon, the engine with its workers
  *   BREAKS     of the stream of a node to the coordinator
  *   LOSSES     of one command, which its client never answers
+ *   FAILS      of a copy into live memory, which stays a mix
  *   ABORTS     an update fails before its COMMIT (a rank, another replica)
  *   HASTE      deadlines that pass although nothing was lost
  *   ROLLBACKS  somebody asks for update 0
@@ -52,7 +53,8 @@ static int FromEnvironment(const char* name) {
 }
 }
 
-byte updates, crashes, breaks, losses, aborts, haste, rollbacks, seconds, mutant;
+byte updates, crashes, breaks, losses, fails, aborts, haste, rollbacks, seconds;
+byte mutant;
 bool one_node;
 bool second_was; /* the other coordinator has come */
 
@@ -76,7 +78,6 @@ bool second_was; /* the other coordinator has come */
 
 #define K 2
 #define HOST(w) (one_node -> 0 : w)
-#define USES(m) (m == 0 || !one_node)
 
 /* What lies in a worker's memory: 0 up to `updates`, or: */
 #define OWN 6 /* what the engine came with */
@@ -89,6 +90,7 @@ bool second_was; /* the other coordinator has come */
 #define PAUSED 3  /* command */
 #define RESUMED 4 /* command */
 #define APPLIED 5 /* worker, command, content */
+#define FAILED 6  /* worker, command: it holds a mix */
 #define JOIN 8    /* + incarnation; paused + 2 * fresh, content, content */
 
 chan to_engine = [6] of { byte, byte, byte }; /* what, command, update */
@@ -104,8 +106,9 @@ chan up[2] = [8] of { byte, byte, byte, byte };
 byte engine = RUNS;
 byte incarnation;
 byte word[2];
-byte becomes[2]; /* WRITING: what, and */
-byte answers[2]; /* the command, 0: nobody hears it */
+byte becomes[2]; /* WRITING: what; or MIX: nobody writes any more */
+byte answers[2]; /* to which command; 0: nobody hears it */
+#define MIX 7
 
 /* ---- Disks ---- */
 
@@ -148,11 +151,13 @@ bool n_commit;     /* it is known to be committed */
 #define DEADLINE 25
 #define STOP 26
 #define BEGIN 27
+#define COMMIT_WITHOUT 28 /* the replica, which has left */
 
 byte term[K];    /* 0: it does not run; it starts first */
 byte commit[K];  /* the newest committed update */
 bool held[K];    /* rolled back */
 byte phase[K];
+bool fenced[K];
 bool begun[K];   /* workers are told to install WANTED */
 byte view[K];    /* of the engine */
 byte command[K]; /* the Pause or Resume in flight */
@@ -328,9 +333,10 @@ end:
 proctype worker(bit w) {
 end:
   do
-  :: atomic { word[w] != WRITING && nempty(to_worker[w]) ->
+  :: atomic { (word[w] != WRITING || becomes[w] == MIX) &&
+              nempty(to_worker[w]) ->
        to_worker[w] ? x, y;
-       n_commit = n_commit || n_offer == x + 1;
+       n_commit = n_commit || HOST(w) == 0 && n_offer == x + 1;
        if
        :: word[w] == x && y != 0 -> answer(HOST(w), APPLIED, w, y, x)
        :: word[w] == x && y == 0 -> skip
@@ -339,13 +345,20 @@ end:
           word[w] = WRITING; becomes[w] = x; answers[w] = y
        fi;
        x = 0; y = 0 }
-  :: atomic { word[w] == WRITING ->
+  :: atomic { word[w] == WRITING && becomes[w] != MIX ->
        word[w] = becomes[w];
        if
        :: answers[w] != 0 -> answer(HOST(w), APPLIED, w, answers[w], word[w])
        :: else
        fi;
        becomes[w] = 0; answers[w] = 0 }
+  :: atomic { word[w] == WRITING && becomes[w] != MIX && fails > 0 ->
+       fails--;
+       if
+       :: answers[w] != 0 -> answer(HOST(w), FAILED, w, answers[w], 0)
+       :: else
+       fi;
+       becomes[w] = MIX; answers[w] = 0 }
   od
 }
 
@@ -357,11 +370,12 @@ end:
   ((n_term[m] <= term[k] || LEFT(ANY_TERM)) &&   \
    (!FOREIGN(k) || LEFT(EMPTY_JOURNAL)))
 
-#define BUSY(w) (word[w] == WRITING || len(to_worker[w]) > 0)
+#define BUSY(w) \
+  (word[w] == WRITING && becomes[w] != MIX || len(to_worker[w]) > 0)
 /* The coordinator is away, and the engine stands still for an update. */
-#define ALONE                                                               \
-  (link[0] == 0 && n_paused && n_offer != 0 && (engine == STILL) && !BUSY(0) &&   \
-   (one_node && !BUSY(1) || LEFT(REFUSES_APART)))
+#define ALONE                                                        \
+  (link[0] == 0 && n_paused && n_offer != 0 && engine == STILL &&    \
+   !BUSY(0) && (one_node && !BUSY(1) || LEFT(REFUSES_APART)))
 
 inline dial(n, k) {
   link[n] = k + 1;
@@ -384,7 +398,9 @@ end:
   :: atomic { link[m] != 0 && rejoin[m] -> say_join(m) }
   /* barrier_timeout: the offer is refused, durably, and the old update served. */
   :: d_step { m == 0 && ALONE && n_refusable && !n_commit &&
-              (word[0] == word[1] || LEFT(REFUSES_MIX) || LEFT(REFUSES_APART)) ->
+              word[0] != WRITING &&
+              (word[0] == word[1] || LEFT(REFUSES_MIX) ||
+               LEFT(REFUSES_APART)) ->
        resume_alone() }
   /* Past the COMMIT it finishes by itself. */
   :: d_step { m == 0 && ALONE && one_node && n_commit &&
@@ -409,14 +425,16 @@ end:
 #define SERVABLE(k)                                             \
   (seen[k].w[0] == seen[k].w[1] && seen[k].w[0] != WRITING ||   \
    LEFT(ONE_IS_ALL))
-/* Numbers that nothing in flight has; those of the real one grow. */
-#define USED_COMMAND(k, c)                                        \
-  (to_engine ?? [_, eval(c), _] || up[0] ?? [PAUSED, eval(c), _, _] || \
+/* Numbers that nothing in flight has, so that few are enough. Those of the
+ * daemon grow. */
+#define USED_COMMAND(k, c)                                                \
+  (to_engine ?? [_, eval(c), _] || up[0] ?? [PAUSED, eval(c), _, _] ||    \
    up[0] ?? [RESUMED, eval(c), _, _] || command[1 - k] == c)
 #define USED_APPLY(k, v, c)                                               \
-  (to_worker[v] ?? [_, eval(c)] ||                                        \
-   up[HOST(v)] ?? [APPLIED, eval(v), eval(c), _] || answers[v] == c ||    \
-   given_up[k].w[v] == c || told[1 - k].w[v] == c ||           \
+  (to_worker[v] ?? [_, eval(c)] || answers[v] == c ||                     \
+   up[HOST(v)] ?? [APPLIED, eval(v), eval(c), _] ||                       \
+   up[HOST(v)] ?? [FAILED, eval(v), eval(c), _] ||                        \
+   given_up[k].w[v] == c || told[1 - k].w[v] == c ||                      \
    given_up[1 - k].w[v] == c)
 
 /* A command arrives: the stream is whole, its client there. Nothing is sent to a
@@ -428,6 +446,12 @@ end:
         !(up[m] ?? [eval(JOIN + incarnation), 2, _, _]) &&       \
         !(up[m] ?? [eval(JOIN + incarnation), 3, _, _])))
 
+/* An update's pause, not one for an install. */
+#define MAY_REFUSE(k)                             \
+  ((one_node || LEFT(REFUSES_APART)) &&           \
+   (phase[k] == OFFER || phase[k] == APPLY) &&    \
+   (SERVABLE(k) || was_servable))
+
 /* Sends `x` to the engine. */
 inline send(k) {
   y = 1;
@@ -436,8 +460,7 @@ inline send(k) {
   :: !(USED_COMMAND(k, y)) -> break
   od;
   command[k] = y;
-  x = (x == PAUSE && !((one_node || LEFT(REFUSES_APART)) && (phase[k] == OFFER || phase[k] == APPLY) &&
-                       (SERVABLE(k) || was_servable)) -> FIRM : x);
+  x = (x == PAUSE && !MAY_REFUSE(k) -> FIRM : x);
   if
   :: REACHES(k, 0) ->
      to_engine ! x, y, (phase[k] == OFFER -> j_opened : WANTED(k))
@@ -454,7 +477,8 @@ inline send_apply(k) {
   od;
   told[k].w[x] = y;
   if
-  :: REACHES(k, HOST(x)) && (HOST(x) != 0 || n_paused) /* or the node refuses */ ->
+  :: REACHES(k, HOST(x)) &&
+     (HOST(x) != 0 || n_paused) /* or the node refuses: REPLICA_RUNNING */ ->
      to_worker[x] ! WANTED(k), y
   :: else
   fi
@@ -481,14 +505,14 @@ inline forget_target(k) {
 /* What is wanted of the replica, and what that takes. */
 inline reconcile(k) {
   if
-  :: phase[k] == IDLE && !INSTALLED(k) -> phase[k] = INSTALL
+  :: phase[k] == IDLE && !INSTALLED(k) && !fenced[k] -> phase[k] = INSTALL
   :: phase[k] >= APPLY && INSTALLED(k) ->
      phase[k] = IDLE; begun[k] = false; forget_answers(k)
   :: else
   fi;
   x = 0;
   if
-  :: phase[k] != IDLE || !SERVABLE(k) ->
+  :: phase[k] != IDLE || !SERVABLE(k) || fenced[k] ->
      if
      :: view[k] == RUNNING || view[k] == RESUMING || view[k] == DOUBTFUL ->
         view[k] = PAUSING; x = PAUSE
@@ -508,7 +532,7 @@ inline reconcile(k) {
   if
   :: view[k] == IS_PAUSED && phase[k] >= APPLY ->
      if
-     :: !begun[k] -> begun[k] = true; forget_answers(k)
+     :: !begun[k] -> begun[k] = true; fenced[k] = false; forget_answers(k)
      :: else
      fi;
      x = 0;
@@ -533,7 +557,8 @@ inline begin(k) {
   if
   :: FOREIGN(k) -> skip
   :: else ->
-     commit[k] = (LEFT(FORGETS_COMMIT) && j_commit > 0 -> j_commit - 1 : j_commit);
+     commit[k] =
+       (LEFT(FORGETS_COMMIT) && j_commit > 0 -> j_commit - 1 : j_commit);
      held[k] = j_held;
      j_ended = true /* what was not committed is aborted */
   fi;
@@ -543,7 +568,8 @@ inline begin(k) {
 
 inline stop(k) {
   term[k] = 0; commit[k] = 0; held[k] = false;
-  phase[k] = IDLE; begun[k] = false; view[k] = 0; command[k] = 0; life[k] = 0;
+  phase[k] = IDLE; begun[k] = false; fenced[k] = false; view[k] = 0;
+  command[k] = 0; life[k] = 0;
   seen[k].w[0] = 0; seen[k].w[1] = 0; forget_answers(k);
   here[k].w[0] = 0; here[k].w[1] = 0;
   n = 0;
@@ -561,7 +587,7 @@ inline leave(k, n) {
   :: COMPLETE(k) ->
      forget_target(k);
      if
-     :: phase[k] == OFFER -> what = COMMIT
+     :: phase[k] == OFFER -> what = COMMIT_WITHOUT
      :: else -> phase[k] = IDLE
      fi
   :: else
@@ -571,14 +597,13 @@ inline leave(k, n) {
 
 #define IS_MINE(k, c) (command[k] == c || LEFT(ANY_ANSWER))
 
-
 inline take_report(k) {
   if
   :: what >= JOIN ->
-     /* x: paused + 2 * fresh */
-     /* The control stream joins before the workers. */
+     /* x: paused + 2 * fresh. The control stream joins before the workers. */
      was_servable = SERVABLE(k);
      life[k] = what - JOIN;
+     fenced[k] = false;
      what = 0;
      if
      :: x >= 2 -> leave(k, n)
@@ -616,6 +641,14 @@ inline take_report(k) {
         seen[k].w[x] = z; told[k].w[x] = 0; given_up[k].w[x] = 0
      :: else
      fi
+  :: what == FAILED && here[k].w[n] && begun[k] && told[k].w[x] == y ->
+     seen[k].w[x] = WRITING; told[k].w[x] = 0;
+     if
+     :: true /* it is tried again */
+     :: true -> fenced[k] = true; forget_target(k); phase[k] = IDLE
+     fi
+  :: what == FAILED && here[k].w[n] && !begun[k] && told[k].w[x] == y ->
+     told[k].w[x] = 0
   :: else
   fi
 }
@@ -643,6 +676,7 @@ inline deadline(k) {
 #define STRANGER(k, m)                                                \
   (HEARS(k, m) && !(up[m] ? [PAUSED, _, _, _]) &&                      \
    !(up[m] ? [RESUMED, _, _, _]) && !(up[m] ? [APPLIED, _, _, _]) &&   \
+   !(up[m] ? [FAILED, _, _, _]) &&                                     \
    !(up[m] ? [eval(JOIN + life[k]), _, _, _]))
 #define OF_THE_LIVING(m) (up[m] ? [eval(JOIN + incarnation), _, _, _])
 #define WAITS_OUTSIDE(k, m) (STRANGER(k, m) && OF_THE_LIVING(m) && ANY_HERE(k))
@@ -652,11 +686,14 @@ inline deadline(k) {
 #define QUIET                                                          \
   (empty(to_engine) && empty(to_worker[0]) && empty(to_worker[1]) &&   \
    empty(up[0]) && empty(up[1]))
-/* Where a history may end. */
-#define GOOD(k)                                                            \
-  (term[k] == j_term && !FOREIGN(k) && phase[k] == IDLE && COMPLETE(k) && j_ended &&      \
-   view[k] == RUNNING && engine == RUNS && word[0] == word[1] &&           \
-   word[0] == (j_held -> 0 : j_commit) && j_opened == updates && QUIET)
+/* Where a history may end: the replica serves what is wanted of it, or stands
+ * still, fenced, and waits for another update. */
+#define GOOD(k)                                                           \
+  (term[k] == j_term && !FOREIGN(k) && phase[k] == IDLE && COMPLETE(k) && \
+   j_ended && j_opened == updates && QUIET &&                             \
+   (view[k] == RUNNING && engine == RUNS && word[0] == word[1] &&         \
+        word[0] == (j_held -> 0 : j_commit) ||                            \
+    fenced[k] && view[k] == IS_PAUSED && engine == STILL))
 
 #define TOLD_FIRST(k) (LEFT(TELL_FIRST) && commit[k] > j_commit)
 
@@ -666,9 +703,11 @@ proctype coordinator(bit k) {
        if
        /* Mutant: the record comes after the telling, or it dies before that. */
        :: TOLD_FIRST(k) -> write_commit(k)
-       :: !TOLD_FIRST(k) && HEARS(k, 0) && !WAITS_OUTSIDE(k, 0) && !IS_DEAD(k, 0) ->
+       :: !TOLD_FIRST(k) && HEARS(k, 0) && !WAITS_OUTSIDE(k, 0) &&
+          !IS_DEAD(k, 0) ->
           n = 0; up[0] ? what, x, y, z
-       :: !TOLD_FIRST(k) && HEARS(k, 1) && !WAITS_OUTSIDE(k, 1) && !IS_DEAD(k, 1) ->
+       :: !TOLD_FIRST(k) && HEARS(k, 1) && !WAITS_OUTSIDE(k, 1) &&
+          !IS_DEAD(k, 1) ->
           n = 1; up[1] ? what, x, y, z
        :: IS_DEAD(k, 0) -> up[0] ? _, _, _, _
        :: IS_DEAD(k, 1) -> up[1] ? _, _, _, _
@@ -687,7 +726,8 @@ proctype coordinator(bit k) {
        :: WAITS(k) && haste > 0 -> haste--; what = DEADLINE
        :: timeout && WAITS(k) && !LEFT(NO_DEADLINE) -> what = DEADLINE
        :: term[k] != 0 && crashes > 0 -> crashes--; what = STOP
-       :: k == 0 && term[0] == 0 && (term[1] == 0 || FOREIGN(1)) -> what = BEGIN
+       :: k == 0 && term[0] == 0 && (term[1] == 0 || FOREIGN(1)) ->
+          what = BEGIN
        :: k == 1 && term[1] == 0 && term[0] != 0 && !second_was ->
           second_was = true; what = BEGIN
        :: term[k] != 0 && (term[k] < j_term || FOREIGN(k)) -> what = STOP
@@ -699,20 +739,23 @@ proctype coordinator(bit k) {
        :: what == PUBLISH -> j_opened++; j_ended = false; phase[k] = OFFER
        :: what == ROLLBACK ->
           j_held = true; rolled_back = true; served = 0;
-          forget_target(k); held[k] = true; phase[k] = IDLE
+          forget_target(k); held[k] = true; fenced[k] = false; phase[k] = IDLE
        :: what == BEGIN -> begin(k)
        :: else
        fi;
        /* What has to be written. It ends when the journal is another's. */
        if
-       :: (what == COMMIT || what == ABORT) && term[k] != j_term -> what = STOP
+       :: (what == COMMIT || what == COMMIT_WITHOUT || what == ABORT) &&
+          term[k] != j_term -> what = STOP
        :: what == ABORT && term[k] == j_term -> j_ended = true; phase[k] = IDLE
+       :: what == COMMIT_WITHOUT && term[k] == j_term ->
+          write_commit(k); phase[k] = IDLE
        :: what == COMMIT && term[k] == j_term ->
+          phase[k] = APPLY;
           if
           :: LEFT(TELL_FIRST) -> commit[k] = j_opened
           :: else -> write_commit(k)
-          fi;
-          phase[k] = (COMPLETE(k) -> APPLY : IDLE)
+          fi
        :: else
        fi;
        if
@@ -737,7 +780,8 @@ inline restart_node() {
   /* A hook that runs goes on; nobody hears how it ends. */
   if
   :: n == 0 && engine == RUNS &&
-     (to_engine ? [PAUSE, _, _] || to_engine ? [FIRM, _, _]) -> engine = LATE_PAUSE
+     (to_engine ? [PAUSE, _, _] || to_engine ? [FIRM, _, _]) ->
+     engine = LATE_PAUSE
   :: n == 0 && engine == STILL && to_engine ? [RESUME, _, _] ->
      engine = LATE_RESUME; goes()
   :: true
@@ -788,8 +832,10 @@ end:
      }
   :: d_step { crashes > 0 -> crashes--; restart_engine() }
   :: d_step { losses > 0 && nempty(to_engine) -> losses--; to_engine ? _, _, _ }
-  :: d_step { losses > 0 && nempty(to_worker[0]) -> losses--; to_worker[0] ? _, _ }
-  :: d_step { losses > 0 && nempty(to_worker[1]) -> losses--; to_worker[1] ? _, _ }
+  :: d_step { losses > 0 && nempty(to_worker[0]) ->
+       losses--; to_worker[0] ? _, _ }
+  :: d_step { losses > 0 && nempty(to_worker[1]) ->
+       losses--; to_worker[1] ? _, _ }
   od
 }
 
@@ -800,6 +846,7 @@ init {
       now.crashes = FromEnvironment("CRASHES");
       now.breaks = FromEnvironment("BREAKS");
       now.losses = FromEnvironment("LOSSES");
+      now.fails = FromEnvironment("FAILS");
       now.aborts = FromEnvironment("ABORTS");
       now.haste = FromEnvironment("HASTE");
       now.rollbacks = FromEnvironment("ROLLBACKS");
