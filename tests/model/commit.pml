@@ -690,7 +690,7 @@ inline deadline(k) {
  * still, fenced, and waits for another update. */
 #define GOOD(k)                                                           \
   (term[k] == j_term && !FOREIGN(k) && phase[k] == IDLE && COMPLETE(k) && \
-   j_ended && j_opened == updates && QUIET &&                             \
+   j_ended && (j_opened == updates || j_held) && QUIET &&                 \
    (view[k] == RUNNING && engine == RUNS && word[0] == word[1] &&         \
         word[0] == (j_held -> 0 : j_commit) ||                            \
     fenced[k] && view[k] == IS_PAUSED && engine == STILL))
@@ -736,7 +736,9 @@ proctype coordinator(bit k) {
        :: what < AWAY && what != 0 -> take_report(k)
        :: what == AWAY -> what = 0; leave(k, n)
        :: what == DEADLINE -> what = 0; deadline(k)
-       :: what == PUBLISH -> j_opened++; j_ended = false; phase[k] = OFFER
+       :: what == PUBLISH ->
+          j_opened++; j_ended = false; phase[k] = OFFER;
+          what = (view[k] == IS_PAUSED -> COMMIT : 0)
        :: what == ROLLBACK ->
           j_held = true; rolled_back = true; served = 0;
           forget_target(k); held[k] = true; fenced[k] = false; phase[k] = IDLE
