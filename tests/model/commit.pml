@@ -15,9 +15,9 @@
  *   worker       client/cc/worker.cc: INSTALLED(u) -> WRITING -> INSTALLED(v).
  *
  * What is left out: bytes (an update that is offered is VERIFIED, and has a
- * holder for ever, so that none is LOST), other replicas (they can make an update
- * fail before its COMMIT, and no more), STREAM, PAUSE_MODE_NONE, hooks that fail.
- * SUPERSEDED is here an abort that is followed by the next offer.
+ * holder for ever, so that none is LOST), other replicas (to this one they are an
+ * update that fails before its COMMIT), STREAM, PAUSE_MODE_NONE, hooks that
+ * fail. SUPERSEDED is here an abort that is followed by the next offer.
  *
  * Messages: between the coordinator and a client lies one queue down, and one
  * queue up for each node. When a node's stream breaks, what is on its way up is
@@ -74,6 +74,7 @@ bool second_was; /* the other coordinator has come */
 #define FORGETS_TERM 13   /* a node's newest term outlives its daemon */
 #define SAYS_OLD 14       /* for its node, who was told is WRITING */
 #define SENDS_EARLY 15    /* nothing is sent to a node before it has said all */
+#define KEEPS_OFFER 16    /* a node finishes the newest that it was told */
 #define LEFT(rule) (mutant == rule)
 
 #define K 2
@@ -101,7 +102,7 @@ chan up[2] = [8] of { byte, byte, byte, byte };
 
 #define STILL 0
 #define RUNS 1
-#define LATE_PAUSE 2  /* a hook runs whose stream has ended: it will stand still */
+#define LATE_PAUSE 2  /* a hook runs whose stream has ended: STILL is next */
 #define LATE_RESUME 3 /* it generates, and nobody is told */
 byte engine = RUNS;
 byte incarnation;
@@ -336,6 +337,9 @@ end:
   :: atomic { (word[w] != WRITING || becomes[w] == MIX) &&
               nempty(to_worker[w]) ->
        to_worker[w] ? x, y;
+       /* What node 0's engine stands still for is the newest that came. */
+       n_offer = (HOST(w) == 0 && n_offer != 0 && n_offer < x + 1 &&
+                  !LEFT(KEEPS_OFFER) -> x + 1 : n_offer);
        n_commit = n_commit || HOST(w) == 0 && n_offer == x + 1;
        if
        :: word[w] == x && y != 0 -> answer(HOST(w), APPLIED, w, y, x)
@@ -396,7 +400,7 @@ end:
   :: atomic { link[m] == 0 && term[1] != 0 && OBEYS(m, 1) ->
        dial(m, 1) }
   :: atomic { link[m] != 0 && rejoin[m] -> say_join(m) }
-  /* barrier_timeout: the offer is refused, durably, and the old update served. */
+  /* barrier_timeout: the offer is refused, and the old update served. */
   :: d_step { m == 0 && ALONE && n_refusable && !n_commit &&
               word[0] != WRITING &&
               (word[0] == word[1] || LEFT(REFUSES_MIX) ||
@@ -437,8 +441,8 @@ end:
    given_up[k].w[v] == c || told[1 - k].w[v] == c ||                      \
    given_up[1 - k].w[v] == c)
 
-/* A command arrives: the stream is whole, its client there. Nothing is sent to a
- * node between its hello and what it says after that of its clients. */
+/* A command arrives: the stream is whole, its client there. Nothing is sent to
+ * a node between its hello and what it says after that of its clients. */
 #define REACHES(k, m)                                            \
   (link[m] == k + 1 && life[k] == incarnation &&                 \
    (!(up[m] ?? [eval(JOIN + incarnation), _, _, _]) ||           \
