@@ -15,9 +15,10 @@
  *   worker       client/cc/worker.cc: INSTALLED(u) -> WRITING -> INSTALLED(v).
  *
  * What is left out: bytes (an update that is offered is VERIFIED, and has a
- * holder for ever, so that none is LOST), other replicas (to this one they are an
- * update that fails before its COMMIT), STREAM, PAUSE_MODE_NONE, hooks that
- * fail. SUPERSEDED is here an abort that is followed by the next offer.
+ * holder for ever, so that none is LOST), other replicas (to this one they are
+ * an update that fails before its COMMIT), STREAM, PAUSE_MODE_NONE, operators'
+ * pauses, hooks that fail. SUPERSEDED is here an abort that is followed by the
+ * next offer.
  *
  * Messages: between the coordinator and a client lies one queue down, and one
  * queue up for each node. When a node's stream breaks, what is on its way up is
@@ -74,7 +75,7 @@ bool second_was; /* the other coordinator has come */
 #define FORGETS_TERM 13   /* a node's newest term outlives its daemon */
 #define SAYS_OLD 14       /* for its node, who was told is WRITING */
 #define SENDS_EARLY 15    /* nothing is sent to a node before it has said all */
-#define KEEPS_OFFER 16    /* a node finishes the newest that it was told */
+#define KEEPS_OFFER 16    /* another update is another pause: its node knows */
 #define LEFT(rule) (mutant == rule)
 
 #define K 2
@@ -162,6 +163,7 @@ bool fenced[K];
 bool begun[K];   /* workers are told to install WANTED */
 byte view[K];    /* of the engine */
 byte command[K]; /* the Pause or Resume in flight */
+byte paused_for[K];
 byte life[K];     /* the incarnation it knows */
 typedef Pair { byte w[2] };
 Pair seen[K];     /* the workers' words */
@@ -316,7 +318,8 @@ end:
        if
        :: x != RESUME ->
           engine = STILL; n_paused = true;
-          n_offer = z + 1; n_refusable = (x == PAUSE); n_commit = false;
+          n_commit = n_commit && n_offer == z + 1;
+          n_offer = z + 1; n_refusable = (x == PAUSE);
           answer(0, PAUSED, y, 0, 0)
        :: x == RESUME ->
           engine = RUNS; n_paused = false; forget_offer(); goes();
@@ -337,9 +340,6 @@ end:
   :: atomic { (word[w] != WRITING || becomes[w] == MIX) &&
               nempty(to_worker[w]) ->
        to_worker[w] ? x, y;
-       /* What node 0's engine stands still for is the newest that came. */
-       n_offer = (HOST(w) == 0 && n_offer != 0 && n_offer < x + 1 &&
-                  !LEFT(KEEPS_OFFER) -> x + 1 : n_offer);
        n_commit = n_commit || HOST(w) == 0 && n_offer == x + 1;
        if
        :: word[w] == x && y != 0 -> answer(HOST(w), APPLIED, w, y, x)
@@ -466,8 +466,7 @@ inline send(k) {
   command[k] = y;
   x = (x == PAUSE && !MAY_REFUSE(k) -> FIRM : x);
   if
-  :: REACHES(k, 0) ->
-     to_engine ! x, y, (phase[k] == OFFER -> j_opened : WANTED(k))
+  :: REACHES(k, 0) -> to_engine ! x, y, paused_for[k]
   :: else /* into a stream that has broken */
   fi
 }
@@ -506,6 +505,10 @@ inline forget_target(k) {
   begun[k] = false
 }
 
+#define PAUSE_FOR(k) (phase[k] == OFFER -> j_opened : WANTED(k))
+#define FOR_ANOTHER(k) \
+  (phase[k] != IDLE && paused_for[k] != PAUSE_FOR(k) && !LEFT(KEEPS_OFFER))
+
 /* What is wanted of the replica, and what that takes. */
 inline reconcile(k) {
   if
@@ -518,8 +521,9 @@ inline reconcile(k) {
   if
   :: phase[k] != IDLE || !SERVABLE(k) || fenced[k] ->
      if
-     :: view[k] == RUNNING || view[k] == RESUMING || view[k] == DOUBTFUL ->
-        view[k] = PAUSING; x = PAUSE
+     :: view[k] == RUNNING || view[k] == RESUMING || view[k] == DOUBTFUL ||
+        view[k] == IS_PAUSED && FOR_ANOTHER(k) ->
+        view[k] = PAUSING; x = PAUSE; paused_for[k] = PAUSE_FOR(k)
      :: else
      fi
   :: else ->
@@ -573,7 +577,7 @@ inline begin(k) {
 inline stop(k) {
   term[k] = 0; commit[k] = 0; held[k] = false;
   phase[k] = IDLE; begun[k] = false; fenced[k] = false; view[k] = 0;
-  command[k] = 0; life[k] = 0;
+  command[k] = 0; paused_for[k] = 0; life[k] = 0;
   seen[k].w[0] = 0; seen[k].w[1] = 0; forget_answers(k);
   here[k].w[0] = 0; here[k].w[1] = 0;
   n = 0;
@@ -628,7 +632,8 @@ inline take_report(k) {
      fi
   :: what == PAUSED && view[k] == PAUSING && IS_MINE(k, x) ->
      view[k] = IS_PAUSED; command[k] = 0;
-     what = (phase[k] == OFFER && COMPLETE(k) -> COMMIT : 0)
+     what = (phase[k] == OFFER && COMPLETE(k) && !FOR_ANOTHER(k) ->
+             COMMIT : 0)
   :: what == PAUSED && view[k] == RUNNING && !LEFT(STRAY_PAUSE) ->
      /* Of an older command, whose hook ended after the engine's node had said
       * that it runs. */
@@ -742,7 +747,7 @@ proctype coordinator(bit k) {
        :: what == DEADLINE -> what = 0; deadline(k)
        :: what == PUBLISH ->
           j_opened++; j_ended = false; phase[k] = OFFER;
-          what = (view[k] == IS_PAUSED -> COMMIT : 0)
+          what = (view[k] == IS_PAUSED && !FOR_ANOTHER(k) -> COMMIT : 0)
        :: what == ROLLBACK ->
           j_held = true; rolled_back = true; served = 0;
           forget_target(k); held[k] = true; fenced[k] = false; phase[k] = IDLE

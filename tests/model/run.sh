@@ -189,7 +189,8 @@ holds fails UPDATES=1 FAILS=1 CRASHES=1 BREAKS=1
 holds fence UPDATES=2 FAILS=2 BREAKS=1
 holds rollback UPDATES=1 ROLLBACKS=1 CRASHES=1 BREAKS=1
 holds one_node UPDATES=2 ABORTS=1 BREAKS=2 ONE_NODE=1
-holds one_node_crashes UPDATES=1 CRASHES=1 BREAKS=1 HASTE=1 ONE_NODE=1
+holds one_node_crashes UPDATES=1 CRASHES=2 BREAKS=1 ONE_NODE=1
+holds one_node_haste UPDATES=1 CRASHES=1 BREAKS=1 HASTE=1 ONE_NODE=1
 holds one_node_fails UPDATES=2 FAILS=1 BREAKS=1 ONE_NODE=1
 holds second UPDATES=1 SECONDS=1 BREAKS=2
 holds second_crashes UPDATES=1 SECONDS=1 CRASHES=1 BREAKS=1
@@ -218,10 +219,10 @@ mutant no_deadline stuck UPDATES=1 LOSSES=1
 mutant refuses_apart serves_a_mix UPDATES=1 BREAKS=1
 mutant says_done serves_while_writing UPDATES=1 BREAKS=1
 mutant stray_pause stuck UPDATES=1 CRASHES=1
-mutant refuses_mix serves_a_mix UPDATES=1 BREAKS=2 ONE_NODE=1
+mutant refuses_mix serves_a_mix UPDATES=1 CRASHES=2 BREAKS=1 ONE_NODE=1
 mutant forgets_term serves_a_mix UPDATES=1 SECONDS=1 CRASHES=1 BREAKS=1
 mutant says_old serves_a_mix UPDATES=1 ROLLBACKS=1 BREAKS=1
-mutant sends_early serves_while_writing UPDATES=1 ROLLBACKS=1 CRASHES=1 BREAKS=1
+mutant sends_early serves_a_mix UPDATES=1 ROLLBACKS=1 CRASHES=1 BREAKS=1
 mutant keeps_offer commit_undone UPDATES=2 FAILS=1 BREAKS=1 ONE_NODE=1
 
 # Every rule that the model names is left out once.
