@@ -101,12 +101,18 @@ search() {
   fi
 }
 
+# Each step as the line of commit.pml that it is.
 show_trail() {
   local checker=$1
   shift
   env "$@" "./$checker" -r commit.pml.trail 2>/dev/null |
-    sed -n 's/^ *[0-9]*:\tproc *[0-9]* (\([a-z_]*\)) *[^ ]*:\([0-9]*\) (state [0-9]*)\t*\[\([^(].*\)\]$/\1 \2: \3/p' |
-    grep -Ev ': (x|y|z|n|i|keep|what|was_servable) = |: goto ' | sed 's/^/    /'
+    sed -n 's/^ *[0-9]*:\tproc *[0-9]* (\([a-z_]*\)) *[^ ]*:\([0-9]*\) (state [0-9]*)\t*\[\([^(].*\)\]$/\1 \2 \3/p' |
+    awk -v model="$HERE/commit.pml" '
+      BEGIN { while ((getline line < model) > 0) { sub(/^ +/, "", line); text[++n] = line } }
+      $3 !~ /^(else|goto|x|y|z|n|i|keep|what|was_servable)$/ && $2 != last {
+        printf "    %-15s %s\n", $1, text[$2]
+      }
+      { last = $2 }'
 }
 
 # report NAME OK? WHAT
