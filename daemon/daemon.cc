@@ -307,6 +307,8 @@ absl::Status DaemonImpl::StartCoordinator() {
 
 absl::Status DaemonImpl::Welcomed(const v1::Welcome& welcome) {
   endpoint_->RaiseTerm(welcome.term());
+  // Another one than before where the coordinator has adopted it.
+  endpoint_->SetClusterId(welcome.cluster_id());
   if (coordinator_ != nullptr || welcome.cluster_id() == cluster_id_)
     return absl::OkStatus();
   cluster_id_ = welcome.cluster_id();

@@ -118,6 +118,13 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
     }
     parsed.timeout = timeout;
   }
+  // What a command does not know it must not seem to have heeded.
+  if (parsed.undo && parsed.command != "drain") {
+    return usage("--undo is an option of drain only");
+  }
+  if (!parsed.mode.empty() && parsed.command != "pause") {
+    return usage("--mode is an option of pause only");
+  }
   if (!parsed.options.empty() && parsed.command != "plan") {
     return usage(absl::StrCat("--", parsed.options[0].first,
                               " is an option of plan only"));
@@ -214,7 +221,9 @@ class Ctl {
   template <typename Request>
   void SayTimeout(Request* request) {
     waits_ = true;
-    *request->mutable_timeout() = client::ToProto(timeout() * 0.9);
+    *request->mutable_timeout() = client::ToProto(
+        std::max(timeout() * 0.5,
+                 std::min(timeout() * 0.9, timeout() - absl::Seconds(1))));
   }
   // The replica that the only argument names; prints why not.
   absl::optional<std::string> OneName(const char* collection,
@@ -766,9 +775,7 @@ int Ctl::Delete() {
   const auto name = OneName(version ? "versions" : "replicas",
                             "delete needs a VERSION or a REPLICA");
   if (!name.has_value()) return kExitUsage;
-  const auto forgotten = [&] {
-    return absl::StrCat(*name, " is forgotten\n");
-  };
+  const auto forgotten = [&] { return absl::StrCat(*name, " is forgotten\n"); };
   if (version) {
     v1::DeleteVersionRequest request;
     request.set_name(*name);
@@ -870,8 +877,7 @@ int Run(const std::vector<std::string>& args,
         const std::string& default_address, const Screen& screen) {
   const absl::StatusOr<Arguments> parsed = Parse(args, default_address);
   // Also when what stands beside it cannot be read.
-  const bool json =
-      std::find(args.begin(), args.end(), "--json") != args.end();
+  const bool json = std::find(args.begin(), args.end(), "--json") != args.end();
   const auto usage = [&](const std::string& message) {
     PrintError(screen, json, absl::InvalidArgumentError(message),
                GeneralHelp());

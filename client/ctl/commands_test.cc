@@ -156,6 +156,16 @@ TEST_F(CommandsTest, StatusShowsEverything) {
               ElementsAre("models/-", "models/m/versions/latest"));
 }
 
+TEST_F(CommandsTest, OptionsOfOtherCommandsAreNotSwallowed) {
+  for (const char* command : {"pause", "resume", "rollback", "release",
+                              "verify", "delete", "adopt"}) {
+    EXPECT_EQ(Ctl({command, "m/1", "--undo"}), kExitUsage) << command;
+    EXPECT_THAT(err_.str(), HasSubstr("--undo is an option of drain only"));
+  }
+  EXPECT_EQ(Ctl({"drain", "a", "--mode", "keep"}), kExitUsage);
+  EXPECT_EQ(Ctl({"nodes", "--mode=keep"}), kExitUsage);
+}
+
 TEST_F(CommandsTest, NamesMayBeShort) {
   EXPECT_EQ(Ctl({"replicas"}), kExitOk);
   EXPECT_EQ(Ctl({"replicas", "m"}), kExitOk);

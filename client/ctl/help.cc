@@ -166,7 +166,8 @@ usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
                      /path. Default: $WEIGHTSYNC_ADDRESS, else the daemon of
                      this machine (/run/weightsync/weightsyncd.sock, else
                      127.0.0.1:7670).
-  --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; watch: never.
+  --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; pause,
+                     resume, rollback, release and verify: 2m; watch: never.
   --json             protobuf JSON, for programs; errors are one object on
                      stderr: {"code", "reason", "message"}
 

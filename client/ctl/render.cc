@@ -278,12 +278,21 @@ std::string ProgressLine(const v1::Version& version, absl::Time now) {
   return line;
 }
 
+namespace {
+
+std::string NodeState(const v1::Node& node) {
+  return absl::StrCat(StateName(node.state()),
+                      node.draining() ? ", DRAINING" : "");
+}
+
+}  // namespace
+
 std::string RenderNodes(const std::vector<v1::Node>& nodes, absl::Time now) {
   if (nodes.empty()) return "No nodes.\n";
   Table table({"NODE", "STATE", "RANKS", "WORKERS", "STORE USED", "BUDGET",
                "UPDATES", "DATA ADDRESS", "CONNECTED"});
   for (const v1::Node& node : nodes) {
-    table.Add({LastPart(node.name()), StateName(node.state()),
+    table.Add({LastPart(node.name()), NodeState(node),
                absl::StrCat(node.trainer_rank_count()),
                absl::StrCat(node.worker_count()),
                HumanBytes(node.memory().store_used_bytes()),
@@ -315,6 +324,13 @@ std::string RenderModels(const std::vector<v1::Model>& models) {
   }
   std::string out = table.ToString();
   for (const v1::Model& model : models) {
+    if (!model.held_version().empty()) {
+      absl::StrAppend(&out, LastPart(model.name()), " is held at version ",
+                      LastPart(model.held_version()),
+                      " by a rollback: newer ones are kept, not applied, until "
+                      "`weightsyncctl release ",
+                      LastPart(model.name()), "`\n");
+    }
     if (!model.blocked_reason().empty()) {
       absl::StrAppend(&out, LastPart(model.name()),
                       " cannot be published: ", model.blocked_reason(), "\n");
@@ -379,7 +395,7 @@ std::string RenderVersions(const std::vector<v1::Version>& versions,
 std::string RenderNode(const v1::Node& node, absl::Time now) {
   Fields fields;
   fields.Add("node", node.name());
-  fields.Add("state", StateName(node.state()));
+  fields.Add("state", NodeState(node));
   if (node.has_connect_time()) {
     fields.Add("connected", Ago(now, FromProto(node.connect_time())));
   }
@@ -417,6 +433,9 @@ std::string RenderModel(const v1::Model& model) {
   fields.Add("catalog", Dash(model.catalog_digest()));
   fields.Add("active", Dash(model.active_version()));
   fields.Add("updating", Dash(model.updating_version()));
+  if (!model.held_version().empty()) {
+    fields.Add("held at", model.held_version());
+  }
   fields.Add("floor", Number(model.floor_version()));
   fields.Add("replicas", absl::StrCat(model.replica_count(), " with ",
                                       model.worker_count(), " workers"));

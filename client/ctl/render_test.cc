@@ -224,6 +224,25 @@ models/qwen/versions/3 MOVING 62% 613.0 MB of 988.1 MB
 )");
 }
 
+TEST(RenderTest, WhatAnOperatorHasAskedForIsSeen) {
+  v1::Node node;
+  node.set_name("nodes/a");
+  node.set_state(v1::Node::STATE_CONNECTED);
+  EXPECT_THAT(RenderNodes({node}, absl::Now()), Not(HasSubstr("DRAINING")));
+  node.set_draining(true);
+  EXPECT_THAT(RenderNodes({node}, absl::Now()),
+              HasSubstr("CONNECTED, DRAINING"));
+  EXPECT_THAT(RenderNode(node, absl::Now()), HasSubstr("CONNECTED, DRAINING"));
+  v1::Model model;
+  model.set_name("models/m");
+  model.set_active_version("models/m/versions/3");
+  EXPECT_THAT(RenderModel(model), Not(HasSubstr("held")));
+  model.set_held_version("models/m/versions/2");
+  EXPECT_THAT(RenderModels({model}), HasSubstr("m is held at version 2"));
+  EXPECT_THAT(RenderModels({model}), HasSubstr("release m"));
+  EXPECT_THAT(RenderModel(model), HasSubstr("models/m/versions/2"));
+}
+
 }  // namespace
 }  // namespace ctl
 }  // namespace weightsync

@@ -93,6 +93,30 @@ TEST(CoordinatorTest, OptionsThatCannotBeHadAreRefusedByName) {
               o->mutable_commit_policy()->mutable_rolling();
             }),
             "MAX_UNAVAILABLE_INVALID");
+  // Values of no enum are not taken for defaults.
+  for (void (*set)(v1::UpdateOptions*) :
+       std::vector<void (*)(v1::UpdateOptions*)>{
+           [](v1::UpdateOptions* o) {
+             o->set_publish_mode(static_cast<v1::PublishMode>(9));
+           },
+           [](v1::UpdateOptions* o) {
+             o->set_update_mode(static_cast<v1::UpdateMode>(9));
+           },
+           [](v1::UpdateOptions* o) {
+             o->set_pause_mode(static_cast<v1::PauseMode>(9));
+           },
+           [](v1::UpdateOptions* o) {
+             o->set_transfer_policy(static_cast<v1::TransferPolicy>(9));
+           },
+           [](v1::UpdateOptions* o) {
+             o->set_delivery_policy(static_cast<v1::DeliveryPolicy>(9));
+           },
+           [](v1::UpdateOptions* o) {
+             o->mutable_commit_policy()->mutable_lockstep()->set_on_straggler(
+                 static_cast<v1::LockstepPolicy::OnStraggler>(9));
+           }}) {
+    EXPECT_EQ(reason(set), "OPTION_UNKNOWN");
+  }
   EXPECT_EQ(
       reason([](v1::UpdateOptions* o) {
         o->mutable_commit_policy()->mutable_rolling()->set_max_unavailable(1);

@@ -477,7 +477,9 @@ class CoordinatorCore {
   JournalState journal_;  // requests are kept up to date, the rest is as found
   std::string cluster_id_;
   int64_t term_ = 0;
-  bool fresh_ = false;  // the journal was empty
+  // The journal was empty at the start, and no update was committed since by a
+  // cluster of several nodes: it may be one that was lost.
+  bool fresh_ = false;
   std::string lost_evidence_;
   // While that is set: the clusters whose nodes came, and the newest term that
   // they, or our own, have seen.

@@ -105,7 +105,8 @@ void CoordinatorCore::PauseByHand(AdminWait wait,
                                   const v1::PauseReplicaRequest& call) {
   const auto shown = Queries(*this).GetReplica(call.name());
   if (!shown.ok()) return Answer(wait, shown.status());
-  if (call.mode() == v1::PAUSE_MODE_NONE) {
+  if (call.mode() == v1::PAUSE_MODE_NONE ||
+      !v1::PauseMode_IsValid(call.mode())) {
     return Answer(wait,
                   Error(StatusCode::kInvalidArgument, "PAUSE_MODE_INVALID",
                         "a pause by hand stops the engine: say ABORT, "
@@ -167,14 +168,6 @@ void CoordinatorCore::Rollback(AdminWait wait,
   for (const CommittedUpdate& commit : model->commits) {
     if (commit.version == shown->version()) target = &commit;
   }
-  if (!model->updates.empty()) {
-    return Answer(
-        wait,
-        Error(StatusCode::kFailedPrecondition, "UPDATE_RUNNING",
-              absl::StrCat(model->updates[0]->record.name(), " is still ",
-                           UpdatePhaseName(model->updates[0]->machine.phase),
-                           "; wait until it has ended")));
-  }
   if (target == nullptr) {
     return Answer(
         wait, Error(StatusCode::kFailedPrecondition, "VERSION_NOT_COMMITTED",
@@ -212,7 +205,9 @@ void CoordinatorCore::Rollback(AdminWait wait,
     *hold->mutable_time() = ToProto(now_);
     model->held_update_id = target->update_id;
   }
-  // Newer ones shall not push it out of the stores.
+  // Replicas that have a part in an update which runs are taken back when it
+  // has ended; updates that begin from now on have no replicas. Newer ones
+  // shall not push it out of the stores.
   for (const auto& entry : nodes_) {
     if (entry.second.Holds(model->held_update_id)) {
       Pin(model, entry.first, model->held_update_id, true);
@@ -387,14 +382,21 @@ void CoordinatorCore::Adopt(AdminWait wait,
                         "coordinator was started; try again when one has"));
   }
   std::string cluster = call.cluster_id();
-  if (cluster.empty() && seen_clusters_.size() == 1) {
+  // Other nodes than the coordinator's own are of this cluster already: it may
+  // be the stranger who is not meant.
+  const auto ours = std::count_if(
+      nodes_.begin(), nodes_.end(),
+      [](const auto& entry) { return !entry.second.stream.empty(); });
+  if (cluster.empty() && seen_clusters_.size() == 1 && ours < 2) {
     cluster = *seen_clusters_.begin();
   }
-  if (seen_clusters_.count(cluster) == 0) {
+  // Its own: whoever came is a stranger.
+  if (seen_clusters_.count(cluster) == 0 && cluster != cluster_id_) {
     return Answer(wait,
                   Error(StatusCode::kInvalidArgument, "CLUSTER_MISMATCH",
                         absl::StrCat("the nodes that came belong to cluster ",
-                                     absl::StrJoin(seen_clusters_, ", "),
+                                     absl::StrJoin(seen_clusters_, ", "), ", ",
+                                     ours, " others to this one, ", cluster_id_,
                                      "; name the one to adopt")));
   }
   LOG(WARNING) << "adopting cluster " << cluster
@@ -519,13 +521,27 @@ void CoordinatorCore::CheckWaits() {
         Answer(*wait, *Queries(*this).GetReplica(name));
         return true;
       }
+      if (!machine.Complete()) {
+        Answer(*wait, Error(StatusCode::kUnavailable, "REPLICA_LOST",
+                            absl::StrCat(name,
+                                         " is not whole now; it is held, and "
+                                         "is paused when it comes, until "
+                                         "`weightsyncctl resume`")));
+        return true;
+      }
       if (late) {
-        Answer(*wait,
-               Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
-                     absl::StrCat(name,
-                                  " is held, but its engine has not said "
-                                  "that it paused; it is held until "
-                                  "`weightsyncctl resume`")));
+        const bool said_no =
+            machine.engine == EngineState::kDoubtful && !machine.fault.ok();
+        Answer(
+            *wait,
+            Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
+                  absl::StrCat(
+                      name, " is held, but its engine has not said that it ",
+                      "paused",
+                      said_no ? absl::StrCat(" (", machine.fault.reason, ": ",
+                                             machine.fault.message, ")")
+                              : "",
+                      "; it is held until `weightsyncctl resume`")));
       }
       return late;
     }

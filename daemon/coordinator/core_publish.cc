@@ -16,7 +16,34 @@ namespace {
 
 constexpr size_t kMaxRequestId = 128;
 
+// A value of a newer client, or of none: taken for a default it would do
+// something else than it says.
+Fault UnknownOption(const char* option, int value) {
+  return Fault(StatusCode::kInvalidArgument, "OPTION_UNKNOWN",
+               absl::StrCat(option, " has no value ", value,
+                            "; leave it out for the default"));
+}
+
 Fault CheckOptions(const v1::UpdateOptions& options) {
+  if (!v1::PublishMode_IsValid(options.publish_mode())) {
+    return UnknownOption("publish_mode", options.publish_mode());
+  }
+  if (!v1::UpdateMode_IsValid(options.update_mode())) {
+    return UnknownOption("update_mode", options.update_mode());
+  }
+  if (!v1::PauseMode_IsValid(options.pause_mode())) {
+    return UnknownOption("pause_mode", options.pause_mode());
+  }
+  if (!v1::TransferPolicy_IsValid(options.transfer_policy())) {
+    return UnknownOption("transfer_policy", options.transfer_policy());
+  }
+  if (!v1::DeliveryPolicy_IsValid(options.delivery_policy())) {
+    return UnknownOption("delivery_policy", options.delivery_policy());
+  }
+  const v1::LockstepPolicy& lockstep = options.commit_policy().lockstep();
+  if (!v1::LockstepPolicy::OnStraggler_IsValid(lockstep.on_straggler())) {
+    return UnknownOption("on_straggler", lockstep.on_straggler());
+  }
   if (options.commit_policy().has_rolling()) {
     if (options.commit_policy().rolling().max_unavailable() < 1) {
       return Fault(StatusCode::kInvalidArgument, "MAX_UNAVAILABLE_INVALID",

@@ -596,6 +596,11 @@ void CoordinatorCore::Commit(ModelRun* model, UpdateRun* update) {
     }
   }
   model->commits.push_back(std::move(known));
+  // From here on whoever comes with another cluster's id is the stranger.
+  const auto connected = std::count_if(
+      nodes_.begin(), nodes_.end(),
+      [](const auto& entry) { return !entry.second.stream.empty(); });
+  if (connected > 1) fresh_ = false;
   while (model->commits.size() > kOlderCommits + 1) {
     // What a rollback holds the model on is not forgotten.
     const bool held = model->commits.front().update_id == model->held_update_id;

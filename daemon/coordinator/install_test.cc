@@ -344,6 +344,50 @@ TEST(RollbackTest, FetchesWhatANodeHasNotKept) {
   ExpectAllServe(c, first);
 }
 
+// An emergency does not wait for a trainer to stop: what has begun is carried
+// through and taken back.
+TEST(RollbackTest, OvertakesWhatIsPublishedMeanwhile) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version("1").update_id();
+  c.PublishAll(2);
+  c.Run();
+  // One is about to be committed: its replicas pause.
+  v1::PauseReplicaCommand asked;
+  c.intercept = [&asked](const std::string& node, const Command& command) {
+    if (node != "n1" || !command.has_pause_replica()) return false;
+    asked = command.pause_replica();
+    return true;
+  };
+  c.PublishAll(2);
+  c.Run();
+  c.intercept = nullptr;
+  ASSERT_EQ(c.Version("3").state(), v1::Version::STATE_PAUSING);
+  const int64_t rollback = c.Ask(RollbackTo(1));
+  c.Run();
+  EXPECT_EQ(c.Answered(rollback), nullptr);
+  c.engines["r1"].paused = true;
+  v1::NodeReport report;
+  v1::ReplicaPausedReport* paused = report.mutable_replica_paused();
+  paused->set_model(asked.model());
+  paused->set_replica(asked.replica());
+  paused->set_incarnation(asked.incarnation());
+  paused->set_command_id(asked.pause().command_id());
+  c.Report("n1", report);
+  c.Run();
+  ASSERT_NE(c.Answered(rollback), nullptr);
+  EXPECT_EQ(c.Answered(rollback)->failure.code(), 0)
+      << c.Answered(rollback)->failure.message();
+  EXPECT_EQ(c.Version("3").state(), v1::Version::STATE_ACTIVE);
+  ExpectAllServe(c, first);
+  // The next one has no replicas until the release.
+  c.PublishAll(2);
+  c.Run();
+  ExpectAllServe(c, first);
+}
+
 TEST(RollbackTest, IsRefusedByNameWhereItCannotBeDone) {
   FakeCluster c;
   c.AddStandard();
@@ -357,7 +401,6 @@ TEST(RollbackTest, IsRefusedByNameWhereItCannotBeDone) {
   EXPECT_EQ(reason(7), "VERSION_UNKNOWN");
   c.Publish(0);
   c.Run();
-  EXPECT_EQ(reason(1), "UPDATE_RUNNING");
   c.Pass(absl::Seconds(61));
   EXPECT_EQ(reason(3), "VERSION_NOT_COMMITTED");
   // The stores give up the first.
@@ -550,6 +593,53 @@ TEST(AdoptTest, TheNodesWordBecomesWhatIsKnown) {
   c.Pass(absl::Seconds(31));
   ExpectNextPublishWorks(&c);
   EXPECT_EQ(c.Version().version(), 43);
+}
+
+// One that was configured for this coordinator by mistake.
+std::string RefusedStranger(FakeCluster* c) {
+  v1::NodeReport report;
+  v1::Hello* hello = report.mutable_hello();
+  hello->set_node("stranger");
+  hello->set_protocol_version(1);
+  hello->set_incarnation("x");
+  hello->set_cluster_id("another");
+  hello->set_newest_term(9);
+  c->Do(c->coordinator->OnReport(c->now, "stranger", report));
+  return c->closed.empty() ? "" : c->closed.back().failure.reason();
+}
+
+TEST(AdoptTest, AStrangerDoesNotStopACluster) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(RefusedStranger(&c), "CLUSTER_MISMATCH");
+  v1::Cluster shown;
+  c.coordinator->FillCluster(&shown);
+  EXPECT_FALSE(shown.has_blocked()) << shown.ShortDebugString();
+  ExpectNextPublishWorks(&c);
+}
+
+// Before the first update it cannot be told from a journal that was lost; the
+// operator can.
+TEST(AdoptTest, ANewClusterThatMetAStrangerMayStayItself) {
+  FakeCluster c;
+  c.AddStandard();
+  const std::string cluster = c.coordinator->cluster_id();
+  EXPECT_EQ(RefusedStranger(&c), "JOURNAL_LOST");
+  v1::AdoptClusterRequest adopt;
+  EXPECT_EQ(c.Answered(c.Ask(adopt))->failure.reason(), "CLUSTER_MISMATCH")
+      << "which of the two is not clear";
+  adopt.set_cluster_id(cluster);
+  const int64_t call = c.Ask(adopt);
+  ASSERT_EQ(c.Answered(call)->failure.code(), 0)
+      << c.Answered(call)->failure.message();
+  for (const char* node : {"n0", "n1", "n2"}) c.Reconnect(node);
+  c.Run();
+  c.Pass(absl::Seconds(31));
+  EXPECT_EQ(c.coordinator->cluster_id(), cluster);
+  EXPECT_EQ(RefusedStranger(&c), "CLUSTER_MISMATCH");
+  ExpectNextPublishWorks(&c);
 }
 
 }  // namespace

@@ -103,6 +103,11 @@ void Endpoint::RaiseTerm(uint64_t term) {
   term_ = std::max(term_, term);
 }
 
+void Endpoint::SetClusterId(const std::string& cluster_id) {
+  absl::MutexLock lock(&mutex_);
+  cluster_id_ = cluster_id;
+}
+
 absl::Status Endpoint::Register(const GroupSpec& spec,
                                 StreamAcceptor* acceptor) {
   {

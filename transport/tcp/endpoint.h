@@ -73,6 +73,9 @@ class Endpoint final : public GroupFactory {
 
   // Peers with a lower term are refused from now on.
   void RaiseTerm(uint64_t term);
+  // Of a cluster that is known by now, or was adopted by another's coordinator:
+  // groups and peers of others are refused. Empty: the first group says it.
+  void SetClusterId(const std::string& cluster_id);
 
   // ---- For groups ----
 

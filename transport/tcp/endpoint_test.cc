@@ -129,6 +129,23 @@ TEST_F(EndpointTest, AGroupThatNeverComesIsUnknown) {
   EXPECT_EQ(Answer(HelloFor(spec_)), "UNKNOWN_GROUP");
 }
 
+// The coordinator has lost its journal, was started anew and adopts the cluster
+// that its nodes belong to: its own node is of another one from then on.
+TEST_F(EndpointTest, AClusterThatIsAdoptedTakesTheOldOnesPlace) {
+  {
+    auto group = endpoint_->NewGroup(spec_, GroupOptions());
+    ASSERT_TRUE(group.ok()) << group.status();
+  }
+  GroupSpec adopted = spec_;
+  adopted.cluster_id = "adopted";
+  EXPECT_EQ(ErrorReason(endpoint_->NewGroup(adopted, GroupOptions()).status()),
+            "WRONG_CLUSTER");
+  endpoint_->SetClusterId("adopted");
+  EXPECT_TRUE(endpoint_->NewGroup(adopted, GroupOptions()).ok());
+  EXPECT_EQ(ErrorReason(endpoint_->NewGroup(spec_, GroupOptions()).status()),
+            "WRONG_CLUSTER");
+}
+
 TEST_F(EndpointTest, WhoIsNotThePredecessorIsRefusedByReason) {
   auto group = endpoint_->NewGroup(spec_, GroupOptions());
   ASSERT_TRUE(group.ok());
