@@ -225,14 +225,15 @@ models/qwen/versions/3 MOVING 62% 613.0 MB of 988.1 MB
 }
 
 TEST(RenderTest, WhatAnOperatorHasAskedForIsSeen) {
+  using ::testing::HasSubstr;
+  using ::testing::Not;
   v1::Node node;
   node.set_name("nodes/a");
   node.set_state(v1::Node::STATE_CONNECTED);
-  EXPECT_THAT(RenderNodes({node}, absl::Now()), Not(HasSubstr("DRAINING")));
+  EXPECT_THAT(RenderNodes({node}, Now()), Not(HasSubstr("DRAINING")));
   node.set_draining(true);
-  EXPECT_THAT(RenderNodes({node}, absl::Now()),
-              HasSubstr("CONNECTED, DRAINING"));
-  EXPECT_THAT(RenderNode(node, absl::Now()), HasSubstr("CONNECTED, DRAINING"));
+  EXPECT_THAT(RenderNodes({node}, Now()), HasSubstr("CONNECTED, DRAINING"));
+  EXPECT_THAT(RenderNode(node, Now()), HasSubstr("CONNECTED, DRAINING"));
   v1::Model model;
   model.set_name("models/m");
   model.set_active_version("models/m/versions/3");
