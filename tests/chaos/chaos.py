@@ -379,6 +379,9 @@ class Run:
                     detail = f"content {accepted}, by a coordinator that lost its journal"
                     trial.violations.append(checkers.Violation(ACCEPTED, "n0", t, detail))
             fault.heal()
+            for detail in fault.found:
+                violation = checkers.Violation(ACCEPTED, "other", time.monotonic_ns(), detail)
+                trial.violations.append(violation)
         self._accepted = []
         trial.detail = "; ".join(filter(None, [fault.describe(), scenario.describe()]))
         self._settle(trial, fault, version)

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 
-from tests.chaos import limits
+from tests.chaos import journal, limits
 from tests.chaos.cluster import COORDINATOR_PORT
 
 # Points that a process can be held at, by what it is. tests/chaos/control.h, weightsyncd_faulty.cc
@@ -79,6 +79,8 @@ class Fault:
 
     def __init__(self, cluster, rng):
         self.cluster, self.rng = cluster, rng
+        # What must not be, in words.
+        self.found = []
 
     def trigger(self):
         """(process name, point, skip), or None: at a random time."""
@@ -423,9 +425,10 @@ class SecondCoordinator(NetworkFault):
         cluster, host = self.cluster, self.cluster.joining_node + 1
         state = f"{cluster.dir}/other{len(cluster.other_states)}"
         os.makedirs(state)
+        self.known = []
         if self.copy:
-            cluster.read_journal()
             shutil.copy(f"{cluster.state_dir(0)}/coordinator.journal", state)
+            self.known = journal.read(f"{state}/coordinator.journal")
         self.other = cluster.add_coordinator(host, state)
         self.other.start()
         nodes = [node for node in sorted(cluster.daemons) if node]
@@ -435,13 +438,18 @@ class SecondCoordinator(NetworkFault):
         return self.rng.uniform(2.0, 5.0)
 
     def heal(self):
-        self.cluster.remove_process(self.other)
-        self.cluster.read_journal()
+        cluster = self.cluster
+        cluster.remove_process(self.other)
+        cluster.read_journal()
+        own = journal.read(f"{cluster.other_states[-1]}/coordinator.journal")
+        self.committed = len(set(own) - set(self.known))
+        if not self.copy and own:
+            self.found.append(f"{own[0]} was committed by a coordinator that lost its journal")
         for node in self.moved:
-            self.cluster.network.heal_rules(node)
+            cluster.network.heal_rules(node)
 
     def describe(self):
-        return " ".join(f"n{node}" for node in self.moved)
+        return f"{' '.join(f'n{node}' for node in self.moved)}, it committed {self.committed}"
 
 
 class SecondCoordinatorWithCopy(SecondCoordinator):
