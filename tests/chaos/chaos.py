@@ -24,6 +24,8 @@ from tests.chaos import faults, limits, network, operators
 TRIALS_PER_CLUSTER = 10
 # From the end of the fault until every living replica serves a version published after it.
 BOUND = 30.0
+# Logs of a trial that took longer are kept as well.
+SLOW = 10.0
 # A kind of fault with so many trials must have hit an update in flight.
 ENOUGH_TRIALS = 5
 
@@ -140,6 +142,7 @@ class Run:
         # How publishes of all clusters ended, and what operators were answered.
         self.calls = calls
         self.scenario = operators.Nothing(self)
+        # What somebody does while the cluster recovers.
         self.mend = lambda: None
         # content -> {rank: how often it had been started when it was asked}
         self._asked = {}
@@ -253,6 +256,7 @@ class Run:
 
     def served_by_all(self, content):
         """Or what an operator wants instead."""
+        self.mend()
         self._found += self.judge()
         scenario = self.scenario
         if not scenario.as_wanted():
@@ -282,7 +286,6 @@ class Run:
         began = now()
         self._began = time.monotonic_ns()
         while now() - began < bound:
-            self.mend()
             published = now()
             content = self.publish(version, **self.options())
             version = None
@@ -299,22 +302,6 @@ class Run:
                 self._usual = min(2 * self._usual, 0.7 * self._usual + 0.3 * (ended - published))
                 return True, ended - began
         return False, bound
-
-    def adopt(self, needed):
-        """Where JOURNAL_LOST is shown, the cluster is adopted. `needed`: waits until it is shown."""
-        deadline = self.cluster.now() + BOUND
-        while True:
-            status = self.cluster.call("status", timeout=1)
-            self.cluster.run_until(lambda s=status: s.done, 2)
-            lost = status.done and "JOURNAL_LOST" in status.output
-            if not lost and (not needed or self.cluster.now() >= deadline):
-                return not needed
-            if lost:
-                adopt = self.cluster.call("adopt", timeout=1)
-                self.cluster.run_until(lambda a=adopt: a.done, 2)
-                self.calls[f"adopt: {'OK' if adopt.ok else adopt.reason}"] += 1
-                if adopt.ok or not needed:
-                    return True
 
     def trial(self, number, kind):
         trial = Trial(number, kind)
@@ -394,9 +381,10 @@ class Run:
     def _settle(self, trial, fault, version):
         """After the fault: operators' wishes are met, then everything is as before."""
         scenario = self.scenario
+        adopter = operators.Adopter(self)
         if fault.may_lose_journal:
-            self.mend = lambda: self.adopt(needed=False)
-        if fault.loses_journal and not self.adopt(needed=True):
+            self.mend = adopter.poll
+        if fault.loses_journal and not self.cluster.run_until(adopter.poll, BOUND):
             trial.stuck = f"JOURNAL_LOST was not shown, or not adopted: {self.diagnose()}"
         if not self.cluster.run_until(scenario.stands, BOUND):
             trial.stuck = f"{scenario.describe()}: {scenario.last}; {self.diagnose()}"
@@ -642,6 +630,10 @@ def main(argv):
                 f"{trial.recovery:.1f} s",
                 flush=True,
             )
+            if trial.recovery > SLOW and not trial.violations and not trial.stuck:
+                name = f"seed{arguments.seed}-trial{number}-slow"
+                run.keep(keep, name)
+                print(f"     slow, no finding; logs: {keep}/{name}", flush=True)
             if trial.violations or trial.stuck:
                 name = f"seed{arguments.seed}-trial{number}"
                 run.keep(keep, name)

@@ -240,6 +240,33 @@ class Drain(_Scenario):
         return f"n{self.node} is drained"
 
 
+class Adopter:
+    """Looks whether the coordinator says JOURNAL_LOST, and adopts the cluster where it does."""
+
+    BETWEEN_LOOKS = 0.3
+
+    def __init__(self, run):
+        self._run, self._cluster = run, run.cluster
+        self._call = None
+        self._next_look = 0.0
+        self.adopted = False
+
+    def poll(self):
+        call, now = self._call, self._cluster.now()
+        if call is None:
+            if now >= self._next_look:
+                self._call = self._cluster.call("status", timeout=1)
+        elif call.done:
+            self._call = None
+            self._next_look = now + self.BETWEEN_LOOKS
+            if call.words == ("adopt",):
+                self._run.calls[f"adopt: {'OK' if call.ok else call.reason}"] += 1
+                self.adopted = self.adopted or call.ok
+            elif "JOURNAL_LOST" in call.output:
+                self._call = self._cluster.call("adopt", timeout=1)
+        return self.adopted
+
+
 KINDS = {kind.name: kind for kind in (Nothing, Hold, Rollback, Drain)}
 
 
