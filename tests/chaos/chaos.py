@@ -216,10 +216,8 @@ class Run:
         first, last = cluster.receivers[0], cluster.receivers[-1]
         paused = cluster.starts_paused
         cluster.add_engine("one", first, [first], paused, swap).start()
-        # Engines that swap have one worker: several would not swap at one moment.
-        cluster.add_engine("two", last, [last] if swap else [last, last], paused, swap).start()
-        spread = [last] if swap else [first, last]
-        cluster.add_engine("wide", first, spread, paused, swap).start()
+        cluster.add_engine("two", last, [last, last], paused, swap).start()
+        cluster.add_engine("wide", first, [first, last], paused, swap).start()
         return self.recover(60)[0]
 
     def options(self):

@@ -81,8 +81,6 @@ class Checker:
         # (replica, incarnation) -> when it began; those that have paused, ever
         self._began = {}
         self._has_paused = set()
-        # (replica, incarnation) -> updates it held since it was last told which, that one first
-        self._since_told = collections.defaultdict(list)
         # Steps that engines took; those of which no line tells saw what the one before saw.
         self.steps = 0
         self._steps_of = {}
@@ -196,8 +194,8 @@ class Checker:
             self._check_decided(line, "written")
 
     def _on_swapped(self, line):
-        # The engine may run: it goes over to another set of tensors.
-        self._check_decided(line, "swapped in")
+        # The engine may run: it has another set of tensors to go over to.
+        self._check_decided(line, "there")
 
     def _check_decided(self, line, what):
         began = self._committing.get(line["update"])
@@ -240,16 +238,9 @@ class Checker:
             self._report(UNCOMMITTED, line, f"{replica}: content {content}")
             return
         began = self._committing.get(commit.update)
-        swaps = identity.get("swap", False)
-        # What swaps may do so within a step.
-        if began is not None and line["t" if swaps else "began"] < began:
+        if began is not None and line["began"] < began:
             self._report(EARLY, line, f"{replica}: version {commit.version} before its commit")
-        since_told = self._since_told[engine]
-        if line["update"] == commit.update:
-            since_told[:] = [commit.update]
-        elif swaps and line["update"] in (since_told or [""]):
-            since_told.append(commit.update)  # swapped under a running engine, which is told later
-        else:
+        if line["update"] != commit.update:
             self._report(
                 MISLABELED,
                 line,

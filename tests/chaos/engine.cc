@@ -11,8 +11,9 @@
 // whoever watches over it starts all of it again; so it does when the daemon
 // has refused a process for good.
 //
-// With --swap the engine's one worker has a spare set of tensors, and a step
-// hashes the set that serves; the two are never swapped within a step.
+// With --swap workers have a spare set of tensors. A step is of the update that
+// the engine was told at its last resume, and all workers hash the set that
+// holds it.
 #include <errno.h>
 #include <gflags/gflags.h>
 #include <poll.h>
@@ -49,7 +50,7 @@ DEFINE_int32(index, 0, "Of the worker.");
 DEFINE_int32(workers, 1, "How many the engine has.");
 DEFINE_uint64(seed, 1, "Of the shapes.");
 DEFINE_int64(bytes, 8 << 20, "Of the model, about.");
-DEFINE_bool(swap, false, "The only worker has a spare set of tensors.");
+DEFINE_bool(swap, false, "Workers have a spare set of tensors.");
 DEFINE_bool(paused, false, "The engine waits for weights before it serves.");
 DEFINE_string(engine_socket, "", "Between control process and workers.");
 DEFINE_string(control_socket, "", "Where the run says what to do.");
@@ -113,15 +114,17 @@ class WorkerProcess {
   // Writes into live memory behind the daemon's back, so that the checker has
   // something to find.
   void Plant(const std::string& path);
-  // Has the engine serve from that set.
+  // That set holds the update whole.
   absl::Status Swap(int set, const std::string& update);
-  std::string Hash();
+  // Of the set that holds `told`.
+  std::string Hash(const std::string& told);
 
   LiveModel live_;
   // With --swap alone.
   LiveModel spare_;
   absl::Mutex serving_mutex_;
   int serving_ ABSL_GUARDED_BY(serving_mutex_) = 0;
+  std::string updates_[2] ABSL_GUARDED_BY(serving_mutex_);
   std::atomic<int64_t> hang_ms_{0};
   std::unique_ptr<Control> control_;
   std::unique_ptr<client::Worker> worker_;
@@ -148,12 +151,15 @@ absl::Status WorkerProcess::Swap(int set, const std::string& update) {
   absl::SleepFor(absl::Milliseconds(hang_ms_.exchange(0)));
   absl::MutexLock lock(&serving_mutex_);
   control_->Log({{"ev", "swapped"}, {"update", update}});
-  serving_ = set;
+  updates_[set] = update;
   return absl::OkStatus();
 }
 
-std::string WorkerProcess::Hash() {
+std::string WorkerProcess::Hash(const std::string& told) {
   absl::MutexLock lock(&serving_mutex_);
+  for (int set = 0; set < 2; ++set) {
+    if (!told.empty() && updates_[set] == told) serving_ = set;
+  }
   return serving_ == 0 ? live_.Hash() : spare_.Hash();
 }
 
@@ -222,7 +228,7 @@ int WorkerProcess::Run() {
   while (true) {
     const nlohmann::json step = Receive(fd);
     if (step.is_null()) break;
-    const std::string hash = Hash();
+    const std::string hash = Hash(step.value("update", ""));
     const v1::InstalledState installed = worker_->installed();
     Send(fd, {{"step", step["step"]},
               {"hash", hash},
@@ -312,7 +318,9 @@ absl::Status ControlProcess::Resume(const client::ResumeInfo& info) {
 
 bool ControlProcess::Step(int64_t number, nlohmann::json* line) {
   for (int fd : workers_) {
-    if (!Send(fd, {{"step", number}})) return false;
+    if (!Send(fd, {{"step", number}, {"update", (*line)["update"]}})) {
+      return false;
+    }
   }
   (*line)["workers"] = nlohmann::json::array();
   for (int fd : workers_) {

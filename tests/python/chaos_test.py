@@ -245,20 +245,6 @@ def test_an_update_on_a_drained_node(logs):
     assert logs.found() == [checker.KEPT_BACK]
 
 
-def test_what_swaps_is_told_afterwards_and_never_before(logs):
-    logs.commit(1, 2)
-    logs("c", ev="engine", replica="r", incarnation="i2", workers=2, paused=False, swap=True)
-    logs.step(1)
-    logs("w0", ev="swapped", update="u2")
-    logs.step(2, told=1)
-    assert logs.found() == []
-    logs.step(2, told=3)
-    assert logs.found() == [checker.MISLABELED]
-    logs.step(2)
-    logs.step(2, told=1)
-    assert logs.found() == [checker.MISLABELED] * 2
-
-
 def test_a_swap_before_the_commit(logs):
     logs("w0", ev="swapped", update="u1")
     assert logs.found() == [checker.EARLY]
@@ -314,7 +300,7 @@ def test_the_state_of_an_update_follows_its_coordinator():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    # Engines that swap have one worker.
+    # Plants are written into the one set of tensors.
     monkeypatch.setattr(chaos, "SWAP", 0)
     arguments = argparse.Namespace(seed=3, nodes=3)
     programs = chaos.programs(str(readme.ROOT / "bazel-bin"))
