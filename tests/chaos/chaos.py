@@ -314,7 +314,9 @@ class Run:
             cluster.run_until(scenario.stands, 5)
         self._hit = None
         self._armed = number * 1000 + 1
-        trigger = faults.operator_point(cluster, rng) if alone else fault.trigger()
+        trigger = fault.trigger()  # which may choose its target
+        if alone:
+            trigger = faults.operator_point(cluster, rng)
         if trigger:
             name, point, skip = trigger
             cluster.tell(name, {"cmd": "arm", "id": self._armed, "point": point, "skip": skip})
