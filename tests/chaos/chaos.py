@@ -361,8 +361,11 @@ class Run:
                 if now() < over and not fault.republish:
                     content = self.publish(**{**self.options(), **fault.meanwhile})
             cluster.read_logs()
+            meanwhile = {c for t, c in self._accepted if t > struck and c > before}
+            if meanwhile:
+                trial.detail = f"{len(meanwhile)} published meanwhile"
             for t, accepted in self._accepted:
-                if fault.accepts_nothing and t > struck and accepted > before:
+                if fault.accepts_nothing and accepted in meanwhile:
                     detail = f"content {accepted}, by a coordinator that lost its journal"
                     trial.violations.append(checkers.Violation(ACCEPTED, "n0", t, detail))
             fault.heal()
@@ -370,7 +373,8 @@ class Run:
                 violation = checkers.Violation(ACCEPTED, "other", time.monotonic_ns(), detail)
                 trial.violations.append(violation)
         self._accepted = []
-        trial.detail = "; ".join(filter(None, [fault.describe(), scenario.describe()]))
+        details = [fault.describe(), scenario.describe(), trial.detail]
+        trial.detail = "; ".join(filter(None, details))
         self._settle(trial, fault, version)
         if scenario.void:
             trial.scenario = f"{scenario.name}: void"
