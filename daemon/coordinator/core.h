@@ -432,6 +432,8 @@ class CoordinatorCore {
                   int64_t version);
   void LearnInstalled(const std::string& model,
                       const v1::InstalledState& installed);
+  // JOURNAL_LOST where an engine has what this journal never committed.
+  void CheckInstalled(const v1::RegisterWorker& worker);
   void CheckWaits();
   absl::Duration Patience(bool given, const google::protobuf::Duration& said,
                           absl::Duration most) const;

@@ -124,7 +124,9 @@ bool CoordinatorCore::Missing(
 // ---- What is done about it ----
 
 void CoordinatorCore::Settle(ReplicaRun* replica) {
-  if (!replica->machine.Complete()) return;
+  // What a journal that knows too little wants installed may be older than what
+  // is there. After AdoptCluster all say hello again.
+  if (!lost_evidence_.empty() || !replica->machine.Complete()) return;
   ModelRun* model = Model(replica->model);
   for (const auto& update : model->updates) {
     auto index = update->replica_index.find(replica->name);
