@@ -280,6 +280,11 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
                       std::make_pair(evicted.model(), evicted.update_id())),
           node->held.end());
       node->fetched.erase(evicted.update_id());
+      // A pin that came too late holds nothing.
+      auto model = models_.find(evicted.model());
+      if (model != models_.end()) {
+        model->second.pins.erase({node->name, evicted.update_id()});
+      }
       return;
     }
     case v1::NodeReport::kWorkerDigests:

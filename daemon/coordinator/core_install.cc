@@ -451,6 +451,11 @@ bool CoordinatorCore::FetchPrepared(ModelRun* model, const std::string& node,
     return true;
   }
   fetch->preparing.erase(node);
+  // It has room for it now. Once whole it is one of the older ones in its
+  // store, and would be the first to be evicted.
+  if (fetch->targets.count(node) != 0) {
+    Pin(model, node, fetch->of.update_id, true);
+  }
   MoveFetch(model);
   return true;
 }
@@ -650,8 +655,11 @@ void CoordinatorCore::Unpin(ModelRun* model) {
     }
   }
   if (model->fetch != nullptr) {
-    for (const std::string& holder : model->fetch->holders) {
-      needed.insert({holder, model->fetch->of.update_id});
+    for (const auto* nodes : {&model->fetch->holders, &model->fetch->targets,
+                              &model->fetch->done}) {
+      for (const std::string& node : *nodes) {
+        needed.insert({node, model->fetch->of.update_id});
+      }
     }
   }
   const auto pins = model->pins;

@@ -1,6 +1,7 @@
 // Installing an update from a holder, holds of operators, rollback, drain,
 // verification, and a journal that was lost.
 
+#include <algorithm>
 #include <set>
 #include <string>
 
@@ -326,6 +327,40 @@ TEST(RollbackTest, HoldsUntilItIsReleased) {
   EXPECT_TRUE(c.pinned.empty());
   EXPECT_NE(second, third);
   ExpectNextPublishWorks(&c);
+}
+
+// Found by tests/chaos: a node evicted what it had fetched for a rollback
+// before the pin came, the second pin was never sent, and its replicas were
+// fenced (UPDATE_UNKNOWN).
+TEST(RollbackTest, WhatIsFetchedIsPinnedBeforeItIsWholeAndAgainWhenEvicted) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  c.RestartNode("n2");
+  c.Run();
+  c.trace.clear();
+  const int64_t rollback = c.Ask(RollbackTo(1));
+  c.Run();
+  ASSERT_NE(c.Answered(rollback), nullptr);
+  const auto at = [&](const std::string& step) {
+    return std::find(c.trace.begin(), c.trace.end(), step) - c.trace.begin();
+  };
+  ASSERT_LT(at("send:n2:move_update"), static_cast<int>(c.trace.size()));
+  EXPECT_LT(at("send:n2:pin_update"), at("send:n2:move_update"));
+
+  v1::NodeReport report;
+  report.mutable_update_evicted()->set_model(kModel);
+  report.mutable_update_evicted()->set_update_id(first);
+  c.Report("n2", report);
+  c.trace.clear();
+  c.engines["r2"].workers[0].set_state(v1::InstalledState::STATE_WRITING);
+  c.RegisterWorker("r2", 0);
+  c.Run();
+  EXPECT_LT(at("send:n2:pin_update"), static_cast<int>(c.trace.size()));
 }
 
 TEST(RollbackTest, FetchesWhatANodeHasNotKept) {
