@@ -4,6 +4,7 @@ started again after a random delay, as a supervisor would.
 One thread: everything happens in Cluster.tick().
 """
 
+import collections
 import ctypes
 import json
 import os
@@ -111,7 +112,6 @@ class Engine:
     def __init__(self, cluster, replica, control_node, worker_nodes, paused, swap):
         self.cluster, self.replica = cluster, replica
         self.worker_nodes = worker_nodes
-        self.incarnation = 0
         self.nodes = {control_node, *worker_nodes}
         common = [
             cluster.programs["engine"],
@@ -145,7 +145,7 @@ class Engine:
         def command():
             flags = [
                 f"--address=unix:{cluster.dir}/n{node}.sock",
-                f"--incarnation={self.replica}-{self.incarnation}",
+                f"--incarnation={self.replica}-{cluster.incarnations[self.replica]}",
             ]
             if kind == "control":
                 flags.append(f"--paused={'true' if paused() else 'false'}")
@@ -154,7 +154,7 @@ class Engine:
         return cluster.add_process(name, kind, node, command)
 
     def start(self):
-        self.incarnation += 1
+        self.cluster.incarnations[self.replica] += 1
         for process in self.processes:
             process.start()
 
@@ -214,6 +214,8 @@ class Cluster:
         self._cgroups = {}
         self.processes = {}
         self.engines = {}
+        # Of all engines of that name, also of those that were removed.
+        self.incarnations = collections.Counter()
         self.ranks = []
         self.daemons = {}
         self.restarts = 0
