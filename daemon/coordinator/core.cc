@@ -141,6 +141,13 @@ Actions CoordinatorCore::OnDisconnected(absl::Time now,
 Actions CoordinatorCore::OnTick(absl::Time now) {
   now_ = now;
   actions_.clear();
+  if (adopting_until_ != absl::InfinitePast() && now >= adopting_until_) {
+    // Now that all have said what they serve it is known what was committed.
+    adopting_until_ = absl::InfinitePast();
+    for (auto& entry : nodes_) {
+      if (!entry.second.stream.empty()) SendEnds(&entry.second);
+    }
+  }
   for (auto& entry : nodes_) {
     NodeRun& node = entry.second;
     if (node.lost) continue;
@@ -273,6 +280,11 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
                       std::make_pair(evicted.model(), evicted.update_id())),
           node->held.end());
       node->fetched.erase(evicted.update_id());
+      // A pin that came too late holds nothing.
+      auto model = models_.find(evicted.model());
+      if (model != models_.end()) {
+        model->second.pins.erase({node->name, evicted.update_id()});
+      }
       return;
     }
     case v1::NodeReport::kWorkerDigests:
@@ -406,6 +418,22 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
     }
     for (const auto& update : model.updates) {
       if (update->recovered) end(update->update_id, true, v1::Failure());
+    }
+    // What it holds and nobody knows of any more, newer than what is
+    // remembered: no commit of it was told. It would be kept for ever.
+    if (model.commits.empty() || now_ < adopting_until_) continue;
+    for (const v1::HeldUpdate& held : node->hello.held_updates()) {
+      const std::string& id = held.update_id();
+      if (held.model() != model.name || !node->Holds(id) ||
+          held.version() <= model.commits.front().version ||
+          model.FindCommit(id) != nullptr || model.FindUpdate(id) != nullptr) {
+        continue;
+      }
+      end(id, false,
+          ToProto(
+              Fault(StatusCode::kAborted, "UPDATE_ABORTED",
+                    absl::StrCat("version ", held.version(), " of ", model.name,
+                                 " is not known to be committed"))));
     }
   }
 }

@@ -66,8 +66,9 @@ struct NodeRun {
   std::map<std::string, std::set<uint32_t>> fetched;
   // Takes no new replicas and no updates, and is no holder.
   bool draining = false;
-  // Layouts that were defined on this stream.
-  std::set<std::string> layouts;
+  // By model: layouts that were defined on this stream and that its LayoutBook
+  // still keeps, oldest first.
+  std::map<std::string, std::deque<std::string>> layouts;
   // Ranks, replicas and workers named on this stream; see HelloDone.
   std::set<std::string> said;
 
@@ -430,6 +431,8 @@ class CoordinatorCore {
                   int64_t version);
   void LearnInstalled(const std::string& model,
                       const v1::InstalledState& installed);
+  // JOURNAL_LOST where an engine has what this journal never committed.
+  void CheckInstalled(const v1::RegisterWorker& worker);
   void CheckWaits();
   absl::Duration Patience(bool given, const google::protobuf::Duration& said,
                           absl::Duration most) const;

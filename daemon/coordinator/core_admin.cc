@@ -177,8 +177,10 @@ void CoordinatorCore::Rollback(AdminWait wait,
                                  kOlderCommits + 1, " are known")));
   }
   wait.update = KeyOf(target->update_id);
+  bool anybody = false;
   for (auto& entry : model->replicas) {
     ReplicaRun& replica = entry.second;
+    anybody = anybody || (replica.machine.Complete() && !Drained(replica));
     if (!replica.machine.Complete() || Drained(replica) ||
         replica.machine.InstalledEverywhere(wait.update)) {
       continue;
@@ -196,6 +198,16 @@ void CoordinatorCore::Rollback(AdminWait wait,
                     absl::StrCat("no node holds what ", replica.machine.name,
                                  " needs of ", call.version(),
                                  " any more; nothing was changed")));
+  }
+  // After a restart nobody may have come yet whose needs could be looked at.
+  if (!anybody && (target->layout == nullptr || !AnyHolder(*target))) {
+    return Answer(
+        wait, Error(StatusCode::kFailedPrecondition, "NO_HOLDER",
+                    absl::StrCat("no replica of ", wait.model,
+                                 " is here, and no node that is holds what ",
+                                 "one would need of ", call.version(),
+                                 "; nothing was changed; try again when they "
+                                 "have come")));
   }
   if (model->held_update_id != target->update_id) {
     auto* hold = Write()->mutable_hold_placed();
@@ -387,7 +399,8 @@ void CoordinatorCore::Adopt(AdminWait wait,
   const auto ours = std::count_if(
       nodes_.begin(), nodes_.end(),
       [](const auto& entry) { return !entry.second.stream.empty(); });
-  if (cluster.empty() && seen_clusters_.size() == 1 && ours < 2) {
+  if (cluster.empty() && seen_clusters_.size() == 1 &&
+      (ours < 2 || *seen_clusters_.begin() == cluster_id_)) {
     cluster = *seen_clusters_.begin();
   }
   // Its own: whoever came is a stranger.
@@ -484,6 +497,26 @@ void CoordinatorCore::LearnInstalled(const std::string& name,
   record.set_update_id(commit.update_id);
   record.set_state(v1::Version::STATE_ACTIVE);
   model->ended.push_back(std::move(record));
+}
+
+void CoordinatorCore::CheckInstalled(const v1::RegisterWorker& worker) {
+  const v1::InstalledState& installed = worker.installed();
+  // A cluster of which all is new knows nothing of the engines it meets.
+  if (fresh_ || installed.update_id().empty() ||
+      installed.state() != v1::InstalledState::STATE_INSTALLED) {
+    return;
+  }
+  const ModelRun* model = Model(worker.model());
+  if (installed.version() <= model->Newest().version) return;
+  // A commit is journalled before anybody installs it: this is a journal of
+  // some time ago, and what it would install is older.
+  JournalLost(absl::StrCat("worker ", worker.worker_index(), " of ",
+                           worker.model(), "/replicas/", worker.replica(),
+                           " holds version ", installed.version(),
+                           ", the newest that this journal knows to be "
+                           "committed is ",
+                           model->Newest().version));
+  seen_clusters_.insert(cluster_id_);
 }
 
 // ---- Waiting ----

@@ -124,7 +124,9 @@ bool CoordinatorCore::Missing(
 // ---- What is done about it ----
 
 void CoordinatorCore::Settle(ReplicaRun* replica) {
-  if (!replica->machine.Complete()) return;
+  // What a journal that knows too little wants installed may be older than what
+  // is there. After AdoptCluster all say hello again.
+  if (!lost_evidence_.empty() || !replica->machine.Complete()) return;
   ModelRun* model = Model(replica->model);
   for (const auto& update : model->updates) {
     auto index = update->replica_index.find(replica->name);
@@ -449,6 +451,11 @@ bool CoordinatorCore::FetchPrepared(ModelRun* model, const std::string& node,
     return true;
   }
   fetch->preparing.erase(node);
+  // It has room for it now. Once whole it is one of the older ones in its
+  // store, and would be the first to be evicted.
+  if (fetch->targets.count(node) != 0) {
+    Pin(model, node, fetch->of.update_id, true);
+  }
   MoveFetch(model);
   return true;
 }
@@ -648,8 +655,11 @@ void CoordinatorCore::Unpin(ModelRun* model) {
     }
   }
   if (model->fetch != nullptr) {
-    for (const std::string& holder : model->fetch->holders) {
-      needed.insert({holder, model->fetch->of.update_id});
+    for (const auto* nodes : {&model->fetch->holders, &model->fetch->targets,
+                              &model->fetch->done}) {
+      for (const std::string& node : *nodes) {
+        needed.insert({node, model->fetch->of.update_id});
+      }
     }
   }
   const auto pins = model->pins;

@@ -172,6 +172,7 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
   // no update counts on it.
   if (!joined.ready()) return;
   LearnInstalled(registration.model(), registration.installed());
+  CheckInstalled(registration);
   ReplicaEvent event;
   event.kind = ReplicaEvent::kWorkerJoined;
   event.worker = index;

@@ -2,8 +2,11 @@
 
 #include <google/protobuf/text_format.h>
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
+#include "daemon/node/layouts.h"
 #include "proto/plan.h"
 #include "proto/status.h"
 
@@ -292,7 +295,13 @@ void CoordinatorCore::SendOpened(UpdateRun* update, const std::string& node,
 void CoordinatorCore::SendLayout(const KnownLayout& layout,
                                  const std::string& name) {
   NodeRun* node = ConnectedNode(name);
-  if (node == nullptr || !node->layouts.insert(layout.id()).second) return;
+  if (node == nullptr) return;
+  // It forgets what is old, and so must we: a layout that comes back, with a
+  // replica that left, is defined again.
+  std::deque<std::string>& kept = node->layouts[layout.define.model()];
+  if (std::find(kept.begin(), kept.end(), layout.id()) != kept.end()) return;
+  kept.push_back(layout.id());
+  if (kept.size() > LayoutBook::kKeptPerModel) kept.pop_front();
   *SendTo(name)->mutable_define_layout() = layout.define;
 }
 

@@ -1,6 +1,8 @@
 // Installing an update from a holder, holds of operators, rollback, drain,
 // verification, and a journal that was lost.
 
+#include <algorithm>
+#include <set>
 #include <string>
 
 #include "daemon/coordinator/coordinator.h"
@@ -327,6 +329,40 @@ TEST(RollbackTest, HoldsUntilItIsReleased) {
   ExpectNextPublishWorks(&c);
 }
 
+// Found by tests/chaos: a node evicted what it had fetched for a rollback
+// before the pin came, the second pin was never sent, and its replicas were
+// fenced (UPDATE_UNKNOWN).
+TEST(RollbackTest, WhatIsFetchedIsPinnedBeforeItIsWholeAndAgainWhenEvicted) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  c.RestartNode("n2");
+  c.Run();
+  c.trace.clear();
+  const int64_t rollback = c.Ask(RollbackTo(1));
+  c.Run();
+  ASSERT_NE(c.Answered(rollback), nullptr);
+  const auto at = [&](const std::string& step) {
+    return std::find(c.trace.begin(), c.trace.end(), step) - c.trace.begin();
+  };
+  ASSERT_LT(at("send:n2:move_update"), static_cast<int>(c.trace.size()));
+  EXPECT_LT(at("send:n2:pin_update"), at("send:n2:move_update"));
+
+  v1::NodeReport report;
+  report.mutable_update_evicted()->set_model(kModel);
+  report.mutable_update_evicted()->set_update_id(first);
+  c.Report("n2", report);
+  c.trace.clear();
+  c.engines["r2"].workers[0].set_state(v1::InstalledState::STATE_WRITING);
+  c.RegisterWorker("r2", 0);
+  c.Run();
+  EXPECT_LT(at("send:n2:pin_update"), static_cast<int>(c.trace.size()));
+}
+
 TEST(RollbackTest, FetchesWhatANodeHasNotKept) {
   FakeCluster c;
   c.AddStandard();
@@ -412,6 +448,28 @@ TEST(RollbackTest, IsRefusedByNameWhereItCannotBeDone) {
   }
   EXPECT_EQ(reason(1), "NO_HOLDER");
   ExpectAllServe(c, c.Version("2").update_id());
+}
+
+// Found by tests/chaos: after a restart a rollback was accepted before any node
+// had come back; none of them had the version any more, and all that was
+// published was held back for it.
+TEST(RollbackTest, IsRefusedWhileNobodyIsHereWhoCouldHaveIt) {
+  FakeCluster c;
+  c.AddStandard();
+  for (const int64_t version : {1, 2}) {
+    c.PublishAll(2, version);
+    c.Run();
+  }
+  for (const char* node : {"n0", "n1", "n2"}) c.Disconnect(node);
+  c.Pass(absl::Seconds(10));
+  v1::RollbackModelRequest rollback;
+  rollback.set_version("models/m/versions/1");
+  const int64_t call = c.Ask(rollback);
+  ASSERT_NE(c.Answered(call), nullptr);
+  EXPECT_EQ(c.Answered(call)->failure.reason(), "NO_HOLDER");
+  for (const char* node : {"n0", "n1", "n2"}) c.Reconnect(node);
+  c.Run();
+  ExpectNextPublishWorks(&c);
 }
 
 TEST(RollbackTest, NamesWhoIsNotThereYet) {
@@ -640,6 +698,81 @@ TEST(AdoptTest, ANewClusterThatMetAStrangerMayStayItself) {
   EXPECT_EQ(c.coordinator->cluster_id(), cluster);
   EXPECT_EQ(RefusedStranger(&c), "CLUSTER_MISMATCH");
   ExpectNextPublishWorks(&c);
+}
+
+// Found by tests/chaos: a second coordinator with a copy of the journal took
+// replicas back to the version before the one that the first had committed.
+TEST(AdoptTest, AJournalOfSomeTimeAgoTakesNobodyBack) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2, 41);
+  c.Run();
+  const JournalState copy = c.journal;
+  c.PublishAll(2, 42);
+  c.Run();
+  const std::string newest = c.Version().update_id();
+  const int applies = c.CountCommands(v1::NodeCommand::kApplyWorker);
+
+  c.journal = copy;
+  c.RestartCoordinator();
+  c.Run();
+  c.Pass(absl::Seconds(31));
+  v1::Cluster shown;
+  c.coordinator->FillCluster(&shown);
+  EXPECT_EQ(shown.blocked().reason(), "JOURNAL_LOST");
+  EXPECT_THAT(shown.blocked().message(), HasSubstr("holds version 42"));
+  EXPECT_EQ(c.CountCommands(v1::NodeCommand::kApplyWorker), applies);
+  ExpectAllServe(c, newest);
+
+  const int64_t call = c.Ask(v1::AdoptClusterRequest());
+  ASSERT_EQ(c.Answered(call)->failure.code(), 0)
+      << c.Answered(call)->failure.message();
+  for (const char* node : {"n0", "n1", "n2"}) c.Reconnect(node);
+  c.Run();
+  c.Pass(absl::Seconds(31));
+  EXPECT_EQ(c.Version().update_id(), newest);
+  ExpectAllServe(c, newest);
+  ExpectNextPublishWorks(&c);
+  EXPECT_EQ(c.Version().version(), 43);
+}
+
+// Found by tests/chaos: nodes kept for ever, as incoming, an update whose
+// journal was lost before its commit, until the store had no room.
+TEST(AdoptTest, WhatNobodyCommittedIsNotKeptForEver) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2, 41);
+  c.Run();
+  const std::string committed = c.Version().update_id();
+  const std::string cluster = c.coordinator->cluster_id();
+  c.intercept = [](const std::string&, const v1::NodeCommand& command) {
+    return command.has_pause_replica();
+  };
+  c.PublishAll(2, 42);
+  c.Run();
+  const std::string undecided = c.Version("42").update_id();
+  ASSERT_NE(undecided, committed);
+  c.intercept = nullptr;
+
+  c.journal = JournalState();
+  c.remembered_cluster = cluster;
+  c.RestartCoordinator();
+  ASSERT_EQ(c.Answered(c.Ask(v1::AdoptClusterRequest()))->failure.code(), 0);
+  c.commands.clear();
+  for (const char* node : {"n0", "n1", "n2"}) c.Reconnect(node);
+  c.Run();
+  c.Pass(absl::Seconds(31));
+  std::set<std::string> told;
+  for (const auto& command : c.commands) {
+    if (!command.second.has_end_update()) continue;
+    const v1::EndUpdate& end = command.second.end_update();
+    if (end.update_id() == undecided) {
+      EXPECT_FALSE(end.committed());
+      told.insert(command.first);
+    }
+    EXPECT_TRUE(end.update_id() != committed || end.committed());
+  }
+  EXPECT_THAT(told, ::testing::IsSupersetOf({"n1", "n2"}));
 }
 
 }  // namespace

@@ -1,11 +1,16 @@
 // A coordinator that ends and comes back, replicas that come late or hold a
 // mix, nodes that do not belong here.
 
+#include <algorithm>
+#include <deque>
+#include <map>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/fake_cluster.h"
 #include "daemon/coordinator/fake_expect.h"
+#include "daemon/node/layouts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -270,6 +275,50 @@ TEST(RecoveryTest, ATrainerThatComesBackWithAnotherWorldReplacesTheOldOne) {
   for (const char* name : {"r1", "r2"}) c.Register(name);
   c.Run();
   ExpectNextPublishWorks(&c, 4);
+}
+
+// Found by tests/chaos: replicas came and went, and when those of long ago were
+// back every update was aborted with LAYOUT_UNKNOWN, for ever.
+TEST(RecoveryTest, ALayoutThatNodesHaveForgottenIsDefinedAgain) {
+  FakeCluster c;
+  c.AddStandard();
+  // What a node's LayoutBook keeps.
+  std::map<std::string, std::deque<std::string>> kept;
+  int unknown = 0;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    std::deque<std::string>& ids = kept[node];
+    if (command.has_define_layout()) {
+      ids.push_back(command.define_layout().layout_id());
+      if (ids.size() > LayoutBook::kKeptPerModel) ids.pop_front();
+    }
+    if (command.has_prepare_update() &&
+        std::find(ids.begin(), ids.end(),
+                  command.prepare_update().layout_id()) == ids.end()) {
+      ++unknown;
+    }
+    return false;
+  };
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().layout_id();
+  for (size_t i = 0; i <= LayoutBook::kKeptPerModel; ++i) {
+    const std::string name = absl::StrCat("x", i);
+    c.AddNode(absl::StrCat("n", name));
+    c.AddReplica(name, {absl::StrCat("n", name)});
+    c.Run();
+    c.PublishAll(2);
+    c.Run();
+    ASSERT_NE(c.Version().layout_id(), first);
+    c.LoseWorker(name, 0);
+    c.Run();
+  }
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().layout_id(), first);
+  EXPECT_EQ(unknown, 0);
+  for (const char* name : {"r1", "r2"}) {
+    EXPECT_EQ(c.engines[name].workers[0].update_id(), c.Version().update_id());
+  }
 }
 
 TEST(RecoveryTest, ASnapshotThatIsSaidAgainAfterAnOutageCountsOnce) {

@@ -156,7 +156,11 @@ absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
 LayoutBook::LayoutBook(std::string node) : node_(std::move(node)) {}
 
 absl::Status LayoutBook::Define(const v1::DefineLayout& define) {
-  if (Find(define.layout_id()).ok()) return absl::OkStatus();
+  auto found = Find(define.layout_id());
+  if (found.ok()) {
+    Keep(*std::move(found));
+    return absl::OkStatus();
+  }
   auto computed = ComputeNodeLayout(define, node_);
   if (!computed.ok()) return computed.status();
   if (computed->id != define.layout_id()) {
@@ -167,14 +171,19 @@ absl::Status LayoutBook::Define(const v1::DefineLayout& define) {
                      define.layout_id(),
                      "; run the same release of weightsyncd on both"));
   }
-  auto layout = std::make_shared<const NodeLayout>(*std::move(computed));
+  Keep(std::make_shared<const NodeLayout>(*std::move(computed)));
+  return absl::OkStatus();
+}
 
+void LayoutBook::Keep(std::shared_ptr<const NodeLayout> layout) {
   absl::MutexLock lock(&mutex_);
   std::weak_ptr<const NodeLayout>& known = by_id_[layout->id];
-  // Another thread was faster.
-  if (!known.expired()) return absl::OkStatus();
+  // Another thread was faster: one object for each.
+  std::shared_ptr<const NodeLayout> other = known.lock();
+  if (other != nullptr) layout = std::move(other);
   known = layout;
   auto& recent = recent_[layout->model];
+  recent.erase(std::remove(recent.begin(), recent.end(), layout), recent.end());
   recent.push_back(std::move(layout));
   if (recent.size() > kKeptPerModel) recent.pop_front();
   for (auto it = by_id_.begin(); it != by_id_.end();) {
@@ -184,7 +193,6 @@ absl::Status LayoutBook::Define(const v1::DefineLayout& define) {
       ++it;
     }
   }
-  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<const NodeLayout>> LayoutBook::Find(

@@ -68,15 +68,17 @@ absl::StatusOr<NodeLayout> ComputeNodeLayout(const v1::DefineLayout& define,
 // Thread-safe. Computing happens on the caller's thread, without the lock.
 class LayoutBook {
  public:
-  // Layouts that nobody else refers to go when a model has this many newer
-  // ones.
-  static constexpr int kKeptPerModel = 4;
+  // Layouts that nobody else refers to go when this many of the model were
+  // defined after them. The coordinator counts along, and defines one again
+  // that has gone.
+  static constexpr size_t kKeptPerModel = 4;
 
   // `node`: this node's name, as in LayoutNode.node.
   explicit LayoutBook(std::string node);
 
-  // Computes and remembers. Idempotent. FAILED_PRECONDITION (LAYOUT_MISMATCH)
-  // when the digest is not layout_id: the two daemons run different software.
+  // Computes and remembers; one that is known already is the newest again.
+  // FAILED_PRECONDITION (LAYOUT_MISMATCH) when the digest is not layout_id: the
+  // two daemons run different software.
   absl::Status Define(const v1::DefineLayout& define);
 
   // NOT_FOUND (LAYOUT_UNKNOWN).
@@ -84,6 +86,8 @@ class LayoutBook {
       absl::string_view layout_id) const;
 
  private:
+  void Keep(std::shared_ptr<const NodeLayout> layout);
+
   const std::string node_;
 
   mutable absl::Mutex mutex_;

@@ -92,10 +92,11 @@ TEST(LayoutBook, OldLayoutsGoUnlessSomebodyUsesThem) {
   LayoutBook book("a");
   std::vector<std::string> ids;
   std::shared_ptr<const NodeLayout> used;
-  for (int i = 0; i < LayoutBook::kKeptPerModel + 2; ++i) {
+  for (size_t i = 0; i < LayoutBook::kKeptPerModel + 2; ++i) {
     const v1::DefineLayout define =
         ModelBuilder()
-            .Parameter(MakeParameter("w", v1::DTYPE_BF16, {100 + i, 3}))
+            .Parameter(MakeParameter("w", v1::DTYPE_BF16,
+                                     {100 + static_cast<int64_t>(i), 3}))
             .FsdpRanks("a", 1)
             .Build();
     ASSERT_TRUE(book.Define(define).ok());
@@ -105,6 +106,30 @@ TEST(LayoutBook, OldLayoutsGoUnlessSomebodyUsesThem) {
   EXPECT_TRUE(book.Find(ids[0]).ok());
   EXPECT_FALSE(book.Find(ids[1]).ok());
   EXPECT_TRUE(book.Find(ids.back()).ok());
+}
+
+TEST(LayoutBook, OneThatIsDefinedAgainIsTheNewest) {
+  LayoutBook book("a");
+  std::vector<v1::DefineLayout> defines;
+  for (size_t i = 0; i < LayoutBook::kKeptPerModel + 1; ++i) {
+    defines.push_back(
+        ModelBuilder()
+            .Parameter(MakeParameter("w", v1::DTYPE_BF16,
+                                     {100 + static_cast<int64_t>(i), 3}))
+            .FsdpRanks("a", 1)
+            .Build());
+  }
+  ASSERT_TRUE(book.Define(defines[0]).ok());
+  std::shared_ptr<const NodeLayout> used = *book.Find(defines[0].layout_id());
+  for (const v1::DefineLayout& define : defines) {
+    ASSERT_TRUE(book.Define(define).ok());
+  }
+  // It is older than what is kept, and known for as long as an update uses it.
+  ASSERT_TRUE(book.Define(defines[0]).ok());
+  used = nullptr;
+  EXPECT_TRUE(book.Find(defines[0].layout_id()).ok());
+  EXPECT_FALSE(book.Find(defines[1].layout_id()).ok());
+  EXPECT_TRUE(book.Find(defines[2].layout_id()).ok());
 }
 
 // However a bucket is cut into frames, the digests add up to what they are when

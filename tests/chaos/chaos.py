@@ -19,26 +19,45 @@ import time
 
 from tests.chaos import checker as checkers
 from tests.chaos import cluster as clusters
-from tests.chaos import faults, limits, network
+from tests.chaos import faults, limits, network, operators
 
 TRIALS_PER_CLUSTER = 10
 # From the end of the fault until every living replica serves a version published after it.
 BOUND = 30.0
+# Logs of a trial that took longer are kept as well.
+SLOW = 10.0
 # A kind of fault with so many trials must have hit an update in flight.
 ENOUGH_TRIALS = 5
 
 # What updates are drawn from: (weight, words of the publish command).
-COMMIT = [(4, {}), (3, {"evict": True}), (3, {"max_unavailable": 1})]
-# STREAM from a snapshot: that one outlives its sender.
-UPDATE_MODE = [(7, {}), (3, {"update_mode": 2})]
+COMMIT = [(4, {}), (3, {"evict": True}), (2, {"max_unavailable": 1}), (1, {"max_unavailable": 2})]
+STREAM = {"update_mode": 2}
+UPDATE_MODE = [(7, {}), (3, STREAM)]
+IN_PLACE = {"publish_mode": 2}
+PUBLISH_MODE = [(7, {}), (3, IN_PLACE)]
 # ABORT, DRAIN, KEEP.
 PAUSE_MODE = [(2, {"pause_mode": 1}), (6, {"pause_mode": 2}), (2, {"pause_mode": 3})]
+# NONE, for engines with a spare set of tensors.
+NO_PAUSE = [(10, {"pause_mode": 4})]
+# LATEST.
+DELIVERY = [(6, {}), (4, {"delivery_policy": 2})]
+VERIFY_SOURCE = [(8, {}), (2, {"verify_source": True})]
+# How many clusters have engines that swap, and nodes that pause what is isolated.
+SWAP = 0.25
+PAUSE_ON_ISOLATION = 0.4
+MAX_STALENESS = "700ms"
+# A trial's publish is followed by another one at once.
+BURST = 0.3
+
+ACCEPTED = "ACCEPTED"  # a publish ended well at a coordinator without its journal
 
 IDLE = "idle"
 STATES = [
     *(IDLE, "GATHERING", "PREPARING", "MOVING", "PAUSING"),
     *("COMMITTING", "COMMITTED", "APPLYING", "RESUMING"),
 ]
+# No update is under way, and an older one is being installed.
+ROLLBACK = "ROLLBACK"
 # The state in which an update is once its coordinator has passed a point.
 STATE_AFTER = {
     "coordinator:journal:update_opened": "GATHERING",
@@ -62,6 +81,8 @@ class StateOfUpdate:
 
     def feed(self, line):
         if line["ev"] == "daemon" and line["coordinator"]:
+            if line["who"] != "n0":
+                return  # another one beside it
             # It takes up what was committed, and gives up what was not.
             if self.state not in ("COMMITTED", "APPLYING", "RESUMING"):
                 self.state = IDLE
@@ -88,6 +109,7 @@ class Trial:
         self.state = IDLE
         self.point = ""
         self.detail = ""
+        self.scenario = operators.Nothing.name
         self.recovery = None
         self.violations = []
         self.stuck = ""
@@ -117,12 +139,18 @@ class Run:
         self._reasons = {}
         # content -> what it was published with, and how the ranks' calls ended
         self._words = {}
+        # How publishes of all clusters ended, and what operators were answered.
         self.calls = calls
+        self.scenario = operators.Nothing(self)
+        # What somebody does while the cluster recovers.
+        self.mend = lambda: None
         # content -> {rank: how often it had been started when it was asked}
         self._asked = {}
         self._hit = None
         self._armed = 0
         self._pending = []
+        # (when, content): publishes that ended well.
+        self._accepted = []
         # Seconds from publish until all serve it.
         self._usual = 0.3
         # Of `recover`: violations, and when it began.
@@ -135,11 +163,17 @@ class Run:
         self.state.feed(line)
         # Steps are judged when the journal has been read again.
         self._pending.append(line)
-        if line["ev"] in ("connect", "published", "outcome"):
+        if line["ev"] == "pausing" and not line["update"] and not self.scenario.excluded:
+            self.calls["isolation: paused"] += 1
+        if line["ev"] in ("connect", "published", "outcome", "left"):
             rank = line["who"]
-            if line["ev"] == "outcome" or not line["ok"]:
+            if line["ev"] in ("outcome", "left") or not line["ok"]:
                 self._outcomes[line["content"]][rank] = line["ok"]
                 result = "OK" if line["ok"] else line.get("reason", "")
+                if line["ev"] == "left":
+                    result = "not waited for"
+                elif line["ok"]:
+                    self._accepted.append((line["t"], line["content"]))
                 self.calls[f"{self._words[line['content']]}: {result}"] += 1
                 if not line["ok"]:
                     self._reasons[line["content"]] = line.get("reason", "")
@@ -170,6 +204,9 @@ class Run:
         if len(cluster.receivers) < 2:
             cluster.receivers = [n for n in range(nodes) if n or nodes < 3]
         cluster.joining_node = nodes
+        cluster.swap = swap = rng.random() < SWAP
+        if rng.random() < PAUSE_ON_ISOLATION:
+            cluster.flags = ["--on_isolation=PAUSE", f"--max_staleness={MAX_STALENESS}"]
         for node in range(nodes):
             cluster.add_node(node).start()
         for rank in range(clusters.WORLD_SIZE):
@@ -178,16 +215,21 @@ class Run:
             cluster.add_rank(rank, node).start()
         first, last = cluster.receivers[0], cluster.receivers[-1]
         paused = cluster.starts_paused
-        cluster.add_engine("one", first, [first], paused).start()
-        cluster.add_engine("two", last, [last, last], paused).start()
-        cluster.add_engine("wide", first, [first, last], paused).start()
+        cluster.add_engine("one", first, [first], paused, swap).start()
+        cluster.add_engine("two", last, [last, last], paused, swap).start()
+        cluster.add_engine("wide", first, [first, last], paused, swap).start()
         return self.recover(60)[0]
 
     def options(self):
-        commit, mode = pick(self.rng, COMMIT), pick(self.rng, UPDATE_MODE)
-        if "max_unavailable" in commit:
-            mode = {}  # ROLLING with STREAM answers COMMIT_POLICY_UNIMPLEMENTED
-        return {**commit, **mode, **pick(self.rng, PAUSE_MODE)}
+        rng = self.rng
+        commit, mode, publish = pick(rng, COMMIT), pick(rng, UPDATE_MODE), pick(rng, PUBLISH_MODE)
+        pause = pick(rng, PAUSE_MODE + NO_PAUSE if self.cluster.swap else PAUSE_MODE)
+        if "max_unavailable" in commit or pause in [words for _, words in NO_PAUSE]:
+            mode = {}  # STREAM has neither: COMMIT_POLICY_ and PAUSE_MODE_UNIMPLEMENTED
+        words = {**commit, **mode, **publish, **pause}
+        if mode and (publish or rng.random() < 0.2):
+            words["allow_no_recovery"] = True  # no whole copy outlives the sender
+        return {**words, **pick(rng, DELIVERY), **pick(rng, VERIFY_SOURCE)}
 
     def publish(self, version=None, ranks=None, **words):
         """Tells all ranks, or these; returns the content."""
@@ -211,14 +253,27 @@ class Run:
         )
 
     def served_by_all(self, content):
-        violations = self.judge()
-        self._found += violations
+        """Or what an operator wants instead."""
+        self.mend()
+        self._found += self.judge()
+        scenario = self.scenario
+        if not scenario.as_wanted():
+            return False
+        if scenario.content is not None:
+            # It is kept, and not served.
+            well = self._outcomes[content]
+            if not all(well.get(rank.name) for rank in self.cluster.ranks):
+                return False
+            content = scenario.content
         for replica in self.cluster.engines:
+            if replica in scenario.excluded:
+                continue
             serving = self.checker.serving.get(replica)
             if serving is None or serving[0] != content:
                 return False
-            # Of the engine that lives now.
-            if serving[1]["began"] < self._began:
+            # Of the engine that lives now, and it was told.
+            told = self.checker.committed.get(content)
+            if serving[1]["began"] < self._began or serving[1]["update"] != told.update:
                 return False
         return True
 
@@ -249,29 +304,47 @@ class Run:
     def trial(self, number, kind):
         trial = Trial(number, kind)
         cluster, rng, now = self.cluster, self.rng, self.cluster.now
+        words = cluster.words = self.options()
         fault = faults.KINDS[kind](cluster, rng)
+        scenario = operators.draw(self) if fault.keeps_holds else operators.Nothing(self)
+        self.scenario = scenario
+        alone = scenario.alone and not fault.republish
+        if not alone and rng.random() < 0.5:
+            scenario.begin()
+            cluster.run_until(scenario.stands, 5)
         self._hit = None
         self._armed = number * 1000 + 1
-        trigger = fault.trigger()
+        trigger = fault.trigger()  # which may choose its target
+        if alone:
+            trigger = faults.operator_point(cluster, rng)
         if trigger:
             name, point, skip = trigger
             cluster.tell(name, {"cmd": "arm", "id": self._armed, "point": point, "skip": skip})
         began = now()
         strike_after = None if trigger else rng.uniform(0, 1.1 * self._usual)
-        content = self.publish(**self.options())
-        version = self.version
+        content, version = self.content, self.version
+        if not alone:
+            if rng.random() < BURST and not fault.republish:
+                self.publish(no_wait=True, **words)
+                words = {**self.options(), "queued": True}
+            content = self.publish(**words)
+            version = self.version
+        if not scenario.begun:
+            scenario.begin()
 
         def due():
+            stands = scenario.stands()
             if strike_after is not None:
                 return now() - began >= strike_after
-            return self._hit is not None or self.ended(content)
+            return self._hit is not None or (stands if alone else self.ended(content))
 
         cluster.run_until(due, 5)
         cluster.read_logs()
         trial.state = self.state.state
+        if alone and trial.state == IDLE and not scenario.stands():
+            trial.state = ROLLBACK
         trial.point = self._hit["point"] if self._hit else "a random time"
         lasts = fault.strike(self._hit)
-        trial.detail = fault.describe()
         if self._hit:
             cluster.tell(self._hit["who"], {"cmd": "go", "id": self._hit["hit"]})
         else:
@@ -279,19 +352,59 @@ class Run:
                 cluster.tell(name, {"cmd": "disarm"})
         if lasts is not None:
             # The trainer does not know, and goes on.
+            struck, before = time.monotonic_ns(), self.content
             over = now() + lasts
             while now() < over:
                 cluster.run_until(
-                    lambda: self.ended(content) or now() >= over, lasts
+                    lambda: scenario.stands() and self.ended(content) or now() >= over, lasts
                 )
                 if now() < over and not fault.republish:
                     content = self.publish(**{**self.options(), **fault.meanwhile})
+            cluster.read_logs()
+            meanwhile = {c for t, c in self._accepted if t > struck and c > before}
+            if meanwhile:
+                trial.detail = f"{len(meanwhile)} published meanwhile"
+            for t, accepted in self._accepted:
+                if fault.accepts_nothing and accepted in meanwhile:
+                    detail = f"content {accepted}, by a coordinator that lost its journal"
+                    trial.violations.append(checkers.Violation(ACCEPTED, "n0", t, detail))
             fault.heal()
-        ok, trial.recovery = self.recover(BOUND, version if fault.republish else None)
-        trial.violations = self._found + self.judge()
-        if not ok:
-            trial.stuck = self.diagnose()
+            for detail in fault.found:
+                violation = checkers.Violation(ACCEPTED, "other", time.monotonic_ns(), detail)
+                trial.violations.append(violation)
+        self._accepted = []
+        details = [fault.describe(), scenario.describe(), trial.detail]
+        trial.detail = "; ".join(filter(None, details))
+        self._settle(trial, fault, version)
+        if scenario.void:
+            trial.scenario = f"{scenario.name}: void"
+        else:
+            trial.scenario = scenario.name
         return trial
+
+    def _settle(self, trial, fault, version):
+        """After the fault: operators' wishes are met, then everything is as before."""
+        scenario = self.scenario
+        adopter = operators.Adopter(self)
+        if fault.may_lose_journal:
+            self.mend = adopter.poll
+        if fault.loses_journal and not self.cluster.run_until(adopter.poll, BOUND):
+            trial.stuck = f"JOURNAL_LOST was not shown, or not adopted: {self.diagnose()}"
+        if not self.cluster.run_until(scenario.stands, BOUND):
+            trial.stuck = f"{scenario.describe()}: {scenario.last}; {self.diagnose()}"
+        ok, trial.recovery = self.recover(BOUND, version if fault.republish else None)
+        trial.violations += self._found
+        if ok and scenario.begun:
+            if not self.cluster.run_until(scenario.taken_back, BOUND):
+                trial.stuck = f"{scenario.describe()}, still: {scenario.last}; {self.diagnose()}"
+            ok, again = self.recover(BOUND)
+            trial.violations += self._found
+            trial.recovery = max(trial.recovery, again)
+        if not ok:
+            trial.stuck = trial.stuck or self.diagnose()
+        scenario.finish()
+        trial.violations += self.judge()
+        self.scenario, self.mend = operators.Nothing(self), lambda: None
 
     # ---- what is kept ----
 
@@ -360,9 +473,10 @@ def table(trials):
     width = max(len(kind) for kind in faults.KINDS) + 1
     kinds = sorted({trial.kind for trial in trials}, key=list(faults.KINDS).index)
     counts = collections.Counter((trial.kind, trial.state) for trial in trials)
-    lines = ["".ljust(width) + " ".join(state.rjust(10) for state in STATES)]
+    states = [*STATES, ROLLBACK]
+    lines = ["".ljust(width) + " ".join(state.rjust(10) for state in states)]
     for kind in kinds:
-        row = [str(counts[(kind, state)] or "-").rjust(10) for state in STATES]
+        row = [str(counts[(kind, state)] or "-").rjust(10) for state in states]
         lines.append(kind.ljust(width) + " ".join(row))
     lines.append("")
     lines.append(
@@ -371,20 +485,46 @@ def table(trials):
     )
     for kind in kinds:
         mine = [trial for trial in trials if trial.kind == kind]
-        in_flight = sum(trial.state != IDLE for trial in mine)
+        in_flight = sum(trial.state not in (IDLE, ROLLBACK) for trial in mine)
         worst = max(trial.recovery for trial in mine)
         lines.append(
             f"{kind.ljust(width)} {len(mine):>7} {in_flight:>9} "
             f"{sum(bool(t.violations) for t in mine):>6} {sum(bool(t.stuck) for t in mine):>6} "
             f"{worst:>13.1f} s"
         )
+    lines.append("")
+    lines.append(f"{'operators'.ljust(width)} {'trials':>7} {'mixed':>6} {'stuck':>6}")
+    for scenario in sorted({trial.scenario for trial in trials}):
+        mine = [trial for trial in trials if trial.scenario == scenario]
+        lines.append(
+            f"{scenario.ljust(width)} {len(mine):>7} {sum(bool(t.violations) for t in mine):>6} "
+            f"{sum(bool(t.stuck) for t in mine):>6}"
+        )
+    return "\n".join(lines)
+
+
+def outcomes(calls):
+    """What the ranks' publishes were drawn with, and how these and operators' calls ended."""
+    drawn, ended = collections.Counter(), collections.Counter()
+    for key, count in calls.items():
+        words, result = key.rsplit(": ", 1)
+        if "=" not in words and words != "defaults":
+            ended[key] += count
+            continue
+        ended[f"publish: {result}"] += count
+        for word in words.split():
+            drawn[word] += count
+    lines = [""]
+    for title, counts in (("drawn with", drawn), ("ended", ended)):
+        lines.append(title)
+        lines += [f"  {key:44} {count:>7}" for key, count in sorted(counts.items())]
     return "\n".join(lines)
 
 
 def missed(trials):
     """Kinds of fault that had enough trials and never hit an update in flight."""
     counts = collections.Counter(trial.kind for trial in trials)
-    hits = {trial.kind for trial in trials if trial.state != IDLE}
+    hits = {trial.kind for trial in trials if trial.state not in (IDLE, ROLLBACK)}
     return sorted(k for k, count in counts.items() if count >= ENOUGH_TRIALS and k not in hits)
 
 
@@ -417,17 +557,20 @@ def programs(root):
 
 def add_up(paths):
     """Runs by seed, as one: what --json wrote of each."""
-    trials, totals = [], collections.Counter()
+    trials, totals, calls = [], collections.Counter(), collections.Counter()
     for path in paths:
         with open(path, encoding="utf-8") as file:
             part = json.load(file)
-        for kind, state, mixed, stuck, recovery in part["each"]:
+        calls.update(part["calls"])
+        for kind, state, mixed, stuck, recovery, scenario in part["each"]:
             trial = Trial(len(trials), kind)
+            trial.scenario = scenario
             trial.state, trial.violations = state, ["one"] if mixed else []
             trial.stuck, trial.recovery = "so" if stuck else "", recovery
             trials.append(trial)
         totals.update({k: part[k] for k in ("trials", "mixed", "stuck", "steps_checked", "restarts")})
     print(table(trials))
+    print(outcomes(calls))
     never = missed(trials)
     worst = round(max(trial.recovery for trial in trials), 2)
     print(json.dumps({**totals, "never_hit": never, "worst_recovery_s": worst, "bound_s": BOUND}))
@@ -454,6 +597,7 @@ def main(argv):
     )
     work = tempfile.mkdtemp(prefix="wschaos.")
     keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")
+    os.makedirs(keep, exist_ok=True)
     trials, steps, restarts, calls = [], 0, 0, collections.Counter()
     cards = deck(arguments.seed, kinds, arguments.trials)
     began = time.monotonic()
@@ -461,9 +605,9 @@ def main(argv):
     over = False
     try:
         if namespaces:
-            # One for all clusters, with a host for a node that joins.
+            # One for all clusters, with hosts for a node that joins and for another coordinator.
             net = network.Network(f"wsc{os.getpid()}")
-            for node in range(arguments.nodes + 1):
+            for node in range(arguments.nodes + 2):
                 net.add(node)
         for number, kind in enumerate(cards):
             if arguments.minutes and time.monotonic() - began > arguments.minutes * 60:
@@ -486,10 +630,14 @@ def main(argv):
             trial = run.trial(number, kind)
             trials.append(trial)
             print(
-                f"{number:4} {kind:30} {trial.state:10} at {trial.point} {trial.detail}: "
+                f"{number:4} {kind:30} {trial.scenario:11} {trial.state:10} at {trial.point} {trial.detail}: "
                 f"{trial.recovery:.1f} s",
                 flush=True,
             )
+            if trial.recovery > SLOW and not trial.violations and not trial.stuck:
+                name = f"seed{arguments.seed}-trial{number}-slow"
+                run.keep(keep, name)
+                print(f"     slow, no finding; logs: {keep}/{name}", flush=True)
             if trial.violations or trial.stuck:
                 name = f"seed{arguments.seed}-trial{number}"
                 run.keep(keep, name)
@@ -519,6 +667,7 @@ def main(argv):
         return 1
     print()
     print(table(trials))
+    print(outcomes(calls))
     never = missed(trials)
     for kind in never:
         print(f"NEVER HIT an update in flight in {ENOUGH_TRIALS} trials or more: {kind}")
@@ -543,7 +692,7 @@ def main(argv):
                     **totals,
                     "calls": calls,
                     "each": [
-                        [t.kind, t.state, bool(t.violations), bool(t.stuck), t.recovery]
+                        [t.kind, t.state, bool(t.violations), bool(t.stuck), t.recovery, t.scenario]
                         for t in trials
                     ],
                 },

@@ -5,7 +5,9 @@ some content; by the coordinator's journal, which contents were ever committed; 
 lines, what each step saw in live memory. It believes no daemon and no client library.
 
 A step must have seen exactly one committed update, the same in all workers of the replica, and none
-older than what the replica served before, unless a rollback was asked for.
+older than what the replica served before, unless a rollback was asked for. While an operator holds a
+replica it takes no step; and what is published under a rollback's hold, or while the replica's node is
+drained, does not come to it. When operators asked and were answered, the run says by its own clock.
 """
 
 import collections
@@ -15,12 +17,29 @@ UNCOMMITTED = "UNCOMMITTED"  # of an update that nobody committed
 OLDER = "OLDER"  # of an update before the one it served last
 MISLABELED = "MISLABELED"  # the engine was told another update than its memory holds
 WROTE_WHILE_SERVING = "WROTE_WHILE_SERVING"  # live memory was written under a running engine
+HELD = "HELD"  # the engine ran while an operator held its pause
+KEPT_BACK = "KEPT_BACK"  # an update that a rollback's hold or a drained node keeps from it
 EARLY = "EARLY"  # somebody acted on a commit before it was in the journal
 
 Violation = collections.namedtuple("Violation", "kind who t detail")
 
 # What an engine came with.
 OWN = 0
+
+FOREVER = float("inf")
+
+
+class Span:
+    """From when a call of an operator was answered until the call that takes it back is made.
+
+    What happens between a call and its answer may be of before or after.
+    """
+
+    def __init__(self, began):
+        self.began, self.ended = began, FOREVER
+
+    def covers(self, t):
+        return self.began < t < self.ended
 
 
 class Checker:
@@ -47,7 +66,21 @@ class Checker:
         self._served = {}
         # replica -> (content, line) of the last step
         self.serving = {}
-        self._rollback_floor = None
+        # The version that a rollback asked for, from its call until its release was answered, and
+        # when the release was asked for.
+        self._rollback = None
+        self._released = FOREVER
+        # Replicas that have served something newer since.
+        self._returned = set()
+        # Spans in which a rollback stands; replica -> those of its holds, and of drained nodes.
+        self._rollbacks = []
+        self._holds = collections.defaultdict(list)
+        self._drains = collections.defaultdict(list)
+        # content -> when it was about to be published
+        self._published = {}
+        # (replica, incarnation) -> when it began; those that have paused, ever
+        self._began = {}
+        self._has_paused = set()
         # Steps that engines took; those of which no line tells saw what the one before saw.
         self.steps = 0
         self._steps_of = {}
@@ -58,12 +91,54 @@ class Checker:
             self.committed[commit.step] = commit
             self._commit_of_update[commit.update] = commit
 
+    # ---- what operators asked for ----
+
+    def held(self, replica, t):
+        """It was answered that the engine has paused."""
+        self._holds[replica].append(Span(t))
+
+    def resumed(self, replica, t):
+        """Its resume is asked for now."""
+        for span in self._holds[replica]:
+            span.ended = min(span.ended, t)
+
+    def drained(self, replicas, t):
+        for replica in replicas:
+            self._drains[replica].append(Span(t))
+
+    def undrained(self, replicas, t):
+        for replica in replicas:
+            for span in self._drains[replica]:
+                span.ended = min(span.ended, t)
+
     def allow_rollback(self, version):
         """Replicas may serve `version` although they served newer ones."""
-        self._rollback_floor = version
+        self._rollback, self._released = version, FOREVER
+        self._returned.clear()
+
+    def rollback_stands(self, t):
+        """It was answered: all replicas serve it."""
+        self._rollbacks.append(Span(t))
+
+    def release_asked(self, t):
+        self._released = t
+        for span in self._rollbacks:
+            span.ended = min(span.ended, t)
 
     def end_rollback(self):
-        self._rollback_floor = None
+        """The release was answered: all replicas serve the newest."""
+        self._rollback = None
+
+    def paused(self, replica):
+        """Whether the engine that lives now stands paused, by its own log."""
+        engine = max(
+            (engine for engine in self._began if engine[0] == replica),
+            key=self._began.get,
+            default=None,
+        )
+        return self._paused.get(engine, False)
+
+    # ---- what is found ----
 
     def feed(self, line):
         handler = getattr(self, "_on_" + line["ev"], None)
@@ -74,6 +149,7 @@ class Checker:
         self.violations.append(Violation(kind, line["who"], line["t"], detail))
 
     def _on_content(self, line):
+        self._published.setdefault(line["content"], line["t"])
         for workers in (1, 2):
             for index, value in enumerate(line[f"hashes{workers}"]):
                 self._contents[(workers, index, value)] = line["content"]
@@ -86,7 +162,11 @@ class Checker:
 
     def _on_engine(self, line):
         self._identity[line["who"]] = line
-        self._paused[(line["replica"], line["incarnation"])] = line["paused"]
+        engine = (line["replica"], line["incarnation"])
+        self._paused[engine] = line["paused"]
+        self._began[engine] = line["t"]
+        if line["paused"]:
+            self._has_paused.add(engine)
 
     def _on_worker(self, line):
         self._identity[line["who"]] = line
@@ -98,6 +178,7 @@ class Checker:
 
     def _on_paused(self, line):
         self._paused[self._engine_of(line)] = True
+        self._has_paused.add(self._engine_of(line))
 
     def _on_resumed(self, line):
         self._paused[self._engine_of(line)] = False
@@ -109,9 +190,17 @@ class Checker:
             self._report(
                 WROTE_WHILE_SERVING, line, f"update {line['update']} is written, not paused"
             )
+        if line["update"] not in self._streaming:
+            self._check_decided(line, "written")
+
+    def _on_swapped(self, line):
+        # The engine may run: it has another set of tensors to go over to.
+        self._check_decided(line, "there")
+
+    def _check_decided(self, line, what):
         began = self._committing.get(line["update"])
-        if line["update"] not in self._streaming and (began is None or line["t"] < began):
-            self._report(EARLY, line, f"update {line['update']} is written before its commit is")
+        if began is None or line["t"] < began:
+            self._report(EARLY, line, f"update {line['update']} is {what} before its commit is")
 
     def _on_step(self, line):
         identity = self._identity[line["who"]]
@@ -131,6 +220,11 @@ class Checker:
             self._report(MIXED, line, f"{replica}: the workers hold contents {contents}")
             return
         content = contents[0]
+        for span in self._holds[replica]:
+            # One that has just begun, and runs, is asked to pause as soon as it is known.
+            known = engine in self._has_paused or self._began[engine] < span.began
+            if known and span.covers(line["began"]):
+                self._report(HELD, line, f"{replica}: a step while an operator holds it")
         last_incarnation, last_version = self._served.get(replica, (None, 0))
         if content == OWN:
             self.serving[replica] = (OWN, line)
@@ -153,9 +247,20 @@ class Checker:
                 f"{replica}: told {line['update']} (version {line['version']}), "
                 f"holds {commit.update} (version {commit.version})",
             )
-        if commit.version < last_version and self._rollback_floor != commit.version:
+        published = self._published.get(content, 0)
+        for what, spans in (("rollback", self._rollbacks), ("drain", self._drains[replica])):
+            if any(span.covers(line["began"]) and span.began < published for span in spans):
+                self._report(
+                    KEPT_BACK, line, f"{replica}: version {commit.version} in spite of a {what}"
+                )
+        if commit.version < last_version and not self._goes_back(replica, commit.version):
             self._report(
                 OLDER, line, f"{replica}: version {commit.version} after {last_version}"
             )
             return
+        if self._rollback and commit.version > self._rollback and line["began"] > self._released:
+            self._returned.add(replica)
         self._served[replica] = (incarnation, commit.version)
+
+    def _goes_back(self, replica, version):
+        return version == self._rollback and replica not in self._returned

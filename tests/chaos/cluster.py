@@ -4,6 +4,7 @@ started again after a random delay, as a supervisor would.
 One thread: everything happens in Cluster.tick().
 """
 
+import collections
 import ctypes
 import json
 import os
@@ -20,6 +21,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 MODEL_BYTES = 8 << 20
+COORDINATOR_PORT = 7670
 WORLD_SIZE = 2
 
 # Short enough for a trial of some seconds, long enough for a loaded machine of two cores.
@@ -107,10 +109,9 @@ class Process:
 class Engine:
     """One replica: a control process and workers, each on a node."""
 
-    def __init__(self, cluster, replica, control_node, worker_nodes, paused):
+    def __init__(self, cluster, replica, control_node, worker_nodes, paused, swap):
         self.cluster, self.replica = cluster, replica
         self.worker_nodes = worker_nodes
-        self.incarnation = 0
         self.nodes = {control_node, *worker_nodes}
         common = [
             cluster.programs["engine"],
@@ -119,6 +120,7 @@ class Engine:
             f"--seed={cluster.seed}",
             f"--bytes={MODEL_BYTES}",
             f"--engine_socket={cluster.dir}/{replica}.engine",
+            f"--swap={'true' if swap else 'false'}",
         ]
         self.control = self._process(
             f"{replica}-control", "control", control_node, common + ["--role=control"], paused
@@ -143,7 +145,7 @@ class Engine:
         def command():
             flags = [
                 f"--address=unix:{cluster.dir}/n{node}.sock",
-                f"--incarnation={self.replica}-{self.incarnation}",
+                f"--incarnation={self.replica}-{cluster.incarnations[self.replica]}",
             ]
             if kind == "control":
                 flags.append(f"--paused={'true' if paused() else 'false'}")
@@ -152,7 +154,7 @@ class Engine:
         return cluster.add_process(name, kind, node, command)
 
     def start(self):
-        self.incarnation += 1
+        self.cluster.incarnations[self.replica] += 1
         for process in self.processes:
             process.start()
 
@@ -163,6 +165,47 @@ class Engine:
                 process.popen.wait()
 
 
+class Call:
+    """One run of weightsyncctl, which may wait for the cluster."""
+
+    def __init__(self, cluster, words, node, timeout):
+        self.words = words
+        self._popen = subprocess.Popen(
+            [
+                cluster.programs["weightsyncctl"],
+                *words,
+                f"--address=unix:{cluster.dir}/n{node}.sock",
+                f"--timeout={timeout:g}s",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.asked = time.monotonic_ns()
+        self.answered = None
+        self.output = self.reason = self.error = ""
+
+    @property
+    def done(self):
+        if self.answered is None and self._popen.poll() is not None:
+            # Little is said, so that nobody waits for a reader.
+            self.output, error = self._popen.communicate()
+            self.answered = time.monotonic_ns()
+            # "weightsyncctl: REASON: sentence"
+            self.reason = (error.split(": ") + ["", ""])[1]
+            self.error = error.strip()
+        return self.answered is not None
+
+    @property
+    def ok(self):
+        return self.done and self._popen.returncode == 0
+
+    def end(self):
+        self._popen.kill()
+        self._popen.communicate()
+
+
 class Cluster:
     def __init__(self, directory, programs, seed, rng, network, memory):
         self.dir, self.programs, self.seed, self.rng = directory, programs, seed, rng
@@ -171,6 +214,8 @@ class Cluster:
         self._cgroups = {}
         self.processes = {}
         self.engines = {}
+        # Of all engines of that name, also of those that were removed.
+        self.incarnations = collections.Counter()
         self.ranks = []
         self.daemons = {}
         self.restarts = 0
@@ -178,6 +223,16 @@ class Cluster:
         self.source = 0
         self.receivers = []
         self.joining_node = 0
+        # What is published, for faults that turn on it.
+        self.words = {}
+        # Engines have a spare set of tensors.
+        self.swap = False
+        # What the daemons are started with beside what is needed.
+        self.flags = []
+        # Of this process and of what it started.
+        self._calls = []
+        # Coordinators' state directories, beside that of node 0.
+        self.other_states = []
         self._now = 0.0
         self._last_look = time.monotonic()
         self._logs = {}
@@ -212,14 +267,25 @@ class Cluster:
         return process
 
     def coordinator_address(self):
-        return f"{self.network.address(0)}:7670" if self.network else f"127.0.0.1:{self._port}"
+        return f"{self.network.address(0)}:{COORDINATOR_PORT}" if self.network else f"127.0.0.1:{self._port}"
 
     def add_node(self, node):
         """The daemon of a host; that of host 0 coordinates."""
-        name = f"n{node}"
-        state = self.state_dir(node)
+        process = self._add_daemon(f"n{node}", node, self.state_dir(node), node == 0)
+        self.daemons[node] = process
+        if node == 0:
+            # Opening it may leave old commits out.
+            process.before_start = self.read_journal
+        return process
+
+    def add_coordinator(self, host, state):
+        """One more, at the port of the first, on a host that has nothing else."""
+        self.other_states.append(state)
+        return self._add_daemon("other", host, state, True)
+
+    def _add_daemon(self, name, host, state, coordinates):
         os.makedirs(state, exist_ok=True)
-        address = self.network.address(node) if self.network else "127.0.0.1"
+        address = self.network.address(host) if self.network else "127.0.0.1"
         argv = [
             self.programs["weightsyncd_faulty"],
             "--logtostderr",
@@ -234,20 +300,19 @@ class Cluster:
             f"--chaos_socket={self.dir}/{name}.chaos",
             f"--chaos_run_socket={self.dir}/run.sock",
             f"--chaos_log={self.dir}/{name}.jsonl",
-        ] + [f"--{flag}={value}" for flag, value in DEADLINES.items()]
-        if node == 0:
+            *(f"--{flag}={value}" for flag, value in DEADLINES.items()),
+            *self.flags,
+        ]
+        if coordinates and name != "n0":
+            argv.append(f"--listen={address}:{COORDINATOR_PORT}")
+        elif coordinates:
             argv.append(f"--listen={self.coordinator_address()}")
         else:
             argv += ["--listen=", f"--coordinator_address={self.coordinator_address()}"]
-        process = self.add_process(name, "daemon", node, argv)
-        self.daemons[node] = process
-        if node == 0:
-            # Opening it may leave old commits out.
-            process.before_start = self.read_journal
-        return process
+        return self.add_process(name, "daemon", host, argv)
 
-    def add_engine(self, replica, control_node, worker_nodes, paused):
-        engine = Engine(self, replica, control_node, worker_nodes, paused)
+    def add_engine(self, replica, control_node, worker_nodes, paused, swap=False):
+        engine = Engine(self, replica, control_node, worker_nodes, paused, swap)
         self.engines[replica] = engine
         return engine
 
@@ -273,7 +338,9 @@ class Cluster:
             del self.processes[process.name]
 
     def remove_node(self, node):
-        process = self.daemons.pop(node)
+        self.remove_process(self.daemons.pop(node))
+
+    def remove_process(self, process):
         process.wanted = False
         process.signal(signal.SIGKILL)
         if process.popen:
@@ -310,6 +377,12 @@ class Cluster:
             self._out.sendto(json.dumps(command).encode(), f"{self.dir}/{name}.chaos")
         except OSError:
             pass  # it is gone: what it was to do is void
+
+    def call(self, *words, timeout, node=0):
+        """weightsyncctl, by that node's daemon."""
+        call = Call(self, words, node, timeout)
+        self._calls.append(call)
+        return call
 
     # ---- time ----
 
@@ -390,10 +463,11 @@ class Cluster:
             self.on_line(line)
 
     def read_journal(self):
-        try:
-            self.on_commits(journal.read(f"{self.state_dir(0)}/coordinator.journal"))
-        except ValueError:
-            pass  # the disk was full when it was made
+        for state in [self.state_dir(0), *self.other_states]:
+            try:
+                self.on_commits(journal.read(f"{state}/coordinator.journal"))
+            except ValueError:
+                pass  # the disk was full when it was made
 
     def on_commits(self, commits):
         pass
@@ -401,6 +475,9 @@ class Cluster:
     # ---- the end ----
 
     def destroy(self):
+        for call in self._calls:
+            if not call.done:
+                call.end()
         for process in self.processes.values():
             process.wanted = False
             process.signal(signal.SIGKILL)

@@ -8,7 +8,12 @@
 //
 // The workers' processes reach the control process by a unix socket of the
 // engine's own. When one of them is gone the engine steps no more, until
-// whoever watches over it starts all of it again.
+// whoever watches over it starts all of it again; so it does when the daemon
+// has refused a process for good.
+//
+// With --swap workers have a spare set of tensors. A step is of the update that
+// the engine was told at its last resume, and all workers hash the set that
+// holds it.
 #include <errno.h>
 #include <gflags/gflags.h>
 #include <poll.h>
@@ -45,6 +50,7 @@ DEFINE_int32(index, 0, "Of the worker.");
 DEFINE_int32(workers, 1, "How many the engine has.");
 DEFINE_uint64(seed, 1, "Of the shapes.");
 DEFINE_int64(bytes, 8 << 20, "Of the model, about.");
+DEFINE_bool(swap, false, "Workers have a spare set of tensors.");
 DEFINE_bool(paused, false, "The engine waits for weights before it serves.");
 DEFINE_string(engine_socket, "", "Between control process and workers.");
 DEFINE_string(control_socket, "", "Where the run says what to do.");
@@ -85,6 +91,18 @@ nlohmann::json Receive(int fd) {
   return nlohmann::json::parse(buffer, buffer + n, nullptr, false);
 }
 
+// Ends this process when the daemon wants no more of it: only a new one, of a
+// new incarnation, will be asked again.
+template <typename Client>
+void EndWhenRefused(Client* client, Control* control) {
+  std::thread([client, control] {
+    while (!client->ended()) absl::SleepFor(absl::Milliseconds(100));
+    control->Log({{"ev", "refused"},
+                  {"error", std::string(client->status().message())}});
+    _exit(3);
+  }).detach();
+}
+
 // ---- worker ----
 
 class WorkerProcess {
@@ -96,8 +114,17 @@ class WorkerProcess {
   // Writes into live memory behind the daemon's back, so that the checker has
   // something to find.
   void Plant(const std::string& path);
+  // That set holds the update whole.
+  absl::Status Swap(int set, const std::string& update);
+  // Of the set that holds `told`.
+  std::string Hash(const std::string& told);
 
   LiveModel live_;
+  // With --swap alone.
+  LiveModel spare_;
+  absl::Mutex serving_mutex_;
+  int serving_ ABSL_GUARDED_BY(serving_mutex_) = 0;
+  std::string updates_[2] ABSL_GUARDED_BY(serving_mutex_);
   std::atomic<int64_t> hang_ms_{0};
   std::unique_ptr<Control> control_;
   std::unique_ptr<client::Worker> worker_;
@@ -111,15 +138,35 @@ void WorkerProcess::OnCommand(const nlohmann::json& command) {
 
 void WorkerProcess::Plant(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  for (std::vector<char>& bytes : live_.storage) {
+  absl::MutexLock lock(&serving_mutex_);
+  LiveModel& serving = serving_ == 0 ? live_ : spare_;
+  for (std::vector<char>& bytes : serving.storage) {
     in.read(bytes.data(), bytes.size());
   }
   control_->Log({{"ev", "planted"}, {"ok", static_cast<bool>(in)}});
 }
 
+absl::Status WorkerProcess::Swap(int set, const std::string& update) {
+  control_->Reach("worker:writing", update);
+  absl::SleepFor(absl::Milliseconds(hang_ms_.exchange(0)));
+  absl::MutexLock lock(&serving_mutex_);
+  control_->Log({{"ev", "swapped"}, {"update", update}});
+  updates_[set] = update;
+  return absl::OkStatus();
+}
+
+std::string WorkerProcess::Hash(const std::string& told) {
+  absl::MutexLock lock(&serving_mutex_);
+  for (int set = 0; set < 2; ++set) {
+    if (!told.empty() && updates_[set] == told) serving_ = set;
+  }
+  return serving_ == 0 ? live_.Hash() : spare_.Hash();
+}
+
 int WorkerProcess::Run() {
-  live_ =
-      MakeLive(Parameters(FLAGS_seed, FLAGS_bytes), FLAGS_index, FLAGS_workers);
+  const auto parameters = Parameters(FLAGS_seed, FLAGS_bytes);
+  live_ = MakeLive(parameters, FLAGS_index, FLAGS_workers);
+  if (FLAGS_swap) spare_ = MakeLive(parameters, FLAGS_index, FLAGS_workers);
   control_ = std::make_unique<Control>(
       FLAGS_who, FLAGS_control_socket, FLAGS_run_socket, FLAGS_log,
       [this](const nlohmann::json& command) { OnCommand(command); });
@@ -162,18 +209,26 @@ int WorkerProcess::Run() {
                    {"error", std::string(applied.status.message())}});
     control_->Reach("worker:applied", applied.update_id);
   };
-  auto worker = client::Worker::Start(options, live_.tensors);
+  if (FLAGS_swap) {
+    options.swap = [this](int set, const std::string& update) {
+      return Swap(set, update);
+    };
+  }
+  auto worker =
+      FLAGS_swap ? client::Worker::Start(options, live_.tensors, spare_.tensors)
+                 : client::Worker::Start(options, live_.tensors);
   if (!worker.ok()) {
     std::cerr << worker.status() << "\n";
     return 1;
   }
   worker_ = *std::move(worker);
+  EndWhenRefused(worker_.get(), control_.get());
   // Its index, then a hash for each step.
   Send(fd, {{"index", FLAGS_index}});
   while (true) {
     const nlohmann::json step = Receive(fd);
     if (step.is_null()) break;
-    const std::string hash = live_.Hash();
+    const std::string hash = Hash(step.value("update", ""));
     const v1::InstalledState installed = worker_->installed();
     Send(fd, {{"step", step["step"]},
               {"hash", hash},
@@ -263,7 +318,9 @@ absl::Status ControlProcess::Resume(const client::ResumeInfo& info) {
 
 bool ControlProcess::Step(int64_t number, nlohmann::json* line) {
   for (int fd : workers_) {
-    if (!Send(fd, {{"step", number}})) return false;
+    if (!Send(fd, {{"step", number}, {"update", (*line)["update"]}})) {
+      return false;
+    }
   }
   (*line)["workers"] = nlohmann::json::array();
   for (int fd : workers_) {
@@ -323,6 +380,7 @@ int ControlProcess::Run() {
                  {"replica", FLAGS_replica},
                  {"incarnation", FLAGS_incarnation},
                  {"workers", FLAGS_workers},
+                 {"swap", FLAGS_swap},
                  {"paused", FLAGS_paused}});
   const int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   unlink(FLAGS_engine_socket.c_str());
@@ -351,6 +409,7 @@ int ControlProcess::Run() {
   options.incarnation = FLAGS_incarnation;
   options.worker_count = FLAGS_workers;
   options.paused = FLAGS_paused;
+  options.atomic_swap = FLAGS_swap;
   options.client = "chaos";
   options.register_timeout = absl::Seconds(5);
   options.max_backoff = absl::Milliseconds(500);
@@ -367,6 +426,7 @@ int ControlProcess::Run() {
     return 1;
   }
   replica_ = *std::move(replica);
+  EndWhenRefused(replica_.get(), control_.get());
   Serve();
   while (true) pause();
 }

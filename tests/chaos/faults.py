@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 
-from tests.chaos import limits
+from tests.chaos import journal, limits
+from tests.chaos.cluster import COORDINATOR_PORT
 
 # Points that a process can be held at, by what it is. tests/chaos/control.h, weightsyncd_faulty.cc
 # and daemon/service/fault_point.h say what they mean; the number is how often one update passes it.
@@ -26,6 +27,20 @@ COORDINATOR_POINTS = {
     "coordinator:journal:update_ended": 1,
     "coordinator:journalled:update_ended": 1,
     "coordinator:command:end_update": 3,
+}
+# Of an update that is streamed.
+STREAM_POINTS = {
+    "coordinator:journal:stream_begun": 1,
+    "coordinator:journalled:stream_begun": 1,
+}
+# Of what operators ask for, and of what is installed because of it.
+OPERATOR_POINTS = {
+    "coordinator:journal:hold_placed": 1,
+    "coordinator:journalled:hold_placed": 1,
+    "coordinator:command:pin_update": 2,
+    "coordinator:command:pause_replica": 3,
+    "coordinator:command:apply_worker": 3,
+    "coordinator:command:resume_replica": 3,
 }
 SOURCE_POINTS = {
     "node:command:define_layout": 1,
@@ -64,6 +79,8 @@ class Fault:
 
     def __init__(self, cluster, rng):
         self.cluster, self.rng = cluster, rng
+        # What must not be, in words.
+        self.found = []
 
     def trigger(self):
         """(process name, point, skip), or None: at a random time."""
@@ -78,6 +95,12 @@ class Fault:
     def heal(self):
         pass
 
+    # Whether what operators asked for is known after it.
+    keeps_holds = True
+    # Between `strike` and `heal` no publish may end well.
+    accepts_nothing = False
+    # JOURNAL_LOST comes of it: always, or perhaps. It is adopted.
+    loses_journal = may_lose_journal = False
     # The next version takes the number of the one that was hit, if that was aborted.
     republish = False
     # Words of the publishes while the fault lasts.
@@ -89,7 +112,10 @@ class Fault:
 
 def random_point(cluster, rng):
     """Of any process, so that every transition of every party is hit."""
-    choices = [("n0", COORDINATOR_POINTS)] * 3
+    coordinator = dict(COORDINATOR_POINTS)
+    if cluster.words.get("update_mode") == 2:
+        coordinator.update(STREAM_POINTS)
+    choices = [("n0", coordinator)] * 3
     source = cluster.source
     choices += [(f"n{source}", SOURCE_POINTS)] * 2
     choices += [(f"n{node}", RECEIVER_POINTS) for node in cluster.receivers]
@@ -100,7 +126,22 @@ def random_point(cluster, rng):
     name, points = rng.choice(choices)
     ordered = sorted(points)
     # Around the decision three times as often: it is one point among many, and all turns on it.
-    point = rng.choices(ordered, [3 if "update_committed" in p else 1 for p in ordered])[0]
+    decisions = ("update_committed", "stream_begun")
+    point = rng.choices(ordered, [3 if p.endswith(decisions) else 1 for p in ordered])[0]
+    return name, point, rng.randrange(points[point])
+
+
+def operator_point(cluster, rng):
+    """Of a rollback, while no update is under way."""
+    engine = rng.choice(list(cluster.engines.values()))
+    name, points = rng.choice(
+        [
+            *[("n0", OPERATOR_POINTS)] * 3,
+            (rng.choice(engine.workers).name, WORKER_POINTS),
+            (engine.control.name, CONTROL_POINTS),
+        ]
+    )
+    point = rng.choice(sorted(points))
     return name, point, rng.randrange(points[point])
 
 
@@ -318,6 +359,8 @@ class EmptyCoordinator(Fault):
     """A coordinator comes up with an empty journal: somebody lost the disk. It must accept nothing;
     then the disk is found again."""
 
+    accepts_nothing = True
+
     def strike(self, hit):
         daemon = self.cluster.daemons[0]
         daemon.wanted = False
@@ -343,6 +386,78 @@ class EmptyCoordinator(Fault):
         for name in os.listdir(self.kept):
             shutil.move(f"{self.kept}/{name}", state)
         os.rmdir(self.kept)
+
+
+class JournalLost(Fault):
+    """The journal is gone for good: JOURNAL_LOST is shown, nothing is accepted, and an operator
+    adopts the cluster."""
+
+    accepts_nothing = True
+    loses_journal = True
+    keeps_holds = False
+
+    def strike(self, hit):
+        daemon = self.cluster.daemons[0]
+        daemon.wanted = False
+        daemon.signal(signal.SIGKILL)
+        daemon.popen.wait()
+        self.cluster.read_journal()
+        state = self.cluster.state_dir(0)
+        self.all = self.rng.random() < 0.5
+        for name in os.listdir(state):
+            if self.all or name == "coordinator.journal":
+                os.unlink(f"{state}/{name}")
+        daemon.wanted = True
+        daemon.start()
+        return self.rng.uniform(0.5, 2.0)
+
+    def describe(self):
+        return "all of the disk" if self.all else "the journal"
+
+
+class SecondCoordinator(NetworkFault):
+    """Two coordinators live: some nodes reach another one at the address of the first, which was
+    started with a copy of its journal, or with none. Then the other one ends."""
+
+    copy = False
+
+    def strike(self, hit):
+        cluster, host = self.cluster, self.cluster.joining_node + 1
+        state = f"{cluster.dir}/other{len(cluster.other_states)}"
+        os.makedirs(state)
+        self.known = []
+        if self.copy:
+            shutil.copy(f"{cluster.state_dir(0)}/coordinator.journal", state)
+            self.known = journal.read(f"{state}/coordinator.journal")
+        self.other = cluster.add_coordinator(host, state)
+        self.other.start()
+        nodes = [node for node in sorted(cluster.daemons) if node]
+        self.moved = self.rng.sample(nodes, self.rng.randint(1, len(nodes)))
+        for node in self.moved:
+            cluster.network.redirect(node, 0, host, COORDINATOR_PORT)
+        return self.rng.uniform(2.0, 5.0)
+
+    def heal(self):
+        cluster = self.cluster
+        cluster.remove_process(self.other)
+        cluster.read_journal()
+        own = journal.read(f"{cluster.other_states[-1]}/coordinator.journal")
+        self.committed = len(set(own) - set(self.known))
+        if not self.copy and own:
+            self.found.append(f"{own[0]} was committed by a coordinator that lost its journal")
+        for node in self.moved:
+            cluster.network.heal_rules(node)
+
+    def describe(self):
+        return f"{' '.join(f'n{node}' for node in self.moved)}, it committed {self.committed}"
+
+
+class SecondCoordinatorWithCopy(SecondCoordinator):
+    copy = True
+    # A hold that one of them was told of is not known to the other.
+    keeps_holds = False
+    # The nodes know of a higher term than the first has.
+    may_lose_journal = True
 
 
 class Republish(Fault):
@@ -432,7 +547,8 @@ class NodeJoins(Fault):
     def strike(self, hit):
         node = self.cluster.joining_node
         self.cluster.add_node(node).start()
-        self.cluster.add_engine("joined", node, [node], self.cluster.starts_paused).start()
+        cluster = self.cluster
+        cluster.add_engine("joined", node, [node], cluster.starts_paused, cluster.swap).start()
         return None
 
 
@@ -458,6 +574,9 @@ KINDS.update(
         "disk full": DiskFull,
         "coordinator restart": CoordinatorRestart,
         "empty journal": EmptyCoordinator,
+        "journal lost and adopted": JournalLost,
+        "second coordinator, empty": SecondCoordinator,
+        "second coordinator, a copy": SecondCoordinatorWithCopy,
         "number tried again": Republish,
         "hang in apply": HangInApply,
         "stopped in apply": StopInApply,

@@ -102,6 +102,19 @@ class Network:
         for a, b in ((node, peer), (peer, node)):
             self._drop(a, "edge", f"ip saddr {self.address(b)} drop")
 
+    def redirect(self, node, host, other, port):
+        """From now on that node reaches `other` at the address of `host`, at that port."""
+        address = self.address(host)
+        self._broken.add(node)
+        script = (
+            "table ip another { chain outgoing { type nat hook output priority -100; "
+            f"ip daddr {address} tcp dport {port} dnat to {self.address(other)}; }}; "
+            # Connections that are there already end.
+            "chain ending { type filter hook output priority 0; "
+            f"ip daddr {address} tcp dport {port} reject with tcp reset; }}; }}"
+        )
+        _run("ip", "netns", "exec", self._name(node), "nft", script)
+
     def heal_rules(self, node):
         _run("ip", "netns", "exec", self._name(node), "nft", "flush ruleset", check=False)
 

@@ -2,8 +2,10 @@
 // down what a worker must hash that holds it: before the publish, so that no
 // update is ever served of which the log says nothing.
 //
-// Commands: publish {version, content, ...}; dump {content, path, index, count}
-// writes a worker's bytes of that content to a file.
+// Commands: publish {version, content, ...}: takes the place of those that have
+// not begun; with "queued" it comes after them, and with "no_wait" the rank
+// goes on without its outcome. dump {content, path, index, count} writes a
+// worker's bytes of that content to a file.
 #include "client/cc/trainer.h"
 
 #include <gflags/gflags.h>
@@ -11,6 +13,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -19,7 +22,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
-#include "absl/types/optional.h"
 #include "glog/logging.h"
 #include "proto/status.h"
 #include "tests/chaos/control.h"
@@ -60,8 +62,7 @@ class Rank {
   std::vector<client::Tensor> shards_;
 
   absl::Mutex mutex_;
-  // The newest one wins.
-  absl::optional<nlohmann::json> next_ ABSL_GUARDED_BY(mutex_);
+  std::deque<nlohmann::json> next_ ABSL_GUARDED_BY(mutex_);
   Control control_;
 };
 
@@ -77,7 +78,8 @@ void Rank::OnCommand(const nlohmann::json& command) {
   if (cmd == "dump") Dump(command);
   if (cmd != "publish") return;
   absl::MutexLock lock(&mutex_);
-  next_ = command;
+  if (!command.value("queued", false)) next_.clear();
+  next_.push_back(command);
 }
 
 void Rank::Dump(const nlohmann::json& command) {
@@ -214,6 +216,10 @@ void Rank::Publish(const nlohmann::json& command) {
   for (const client::Tensor& shard : shards_) {
     memset(shard.data, 0xa5, client::PartBytes(shard));
   }
+  if (command.value("no_wait", false)) {
+    log("left", absl::OkStatus());
+    return;
+  }
   const auto version = trainer_->Wait(
       *published, absl::Milliseconds(command.value("wait_ms", 15000)));
   log("outcome", version.status());
@@ -225,13 +231,13 @@ int Rank::Run() {
     {
       absl::MutexLock lock(&mutex_);
       const auto there = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-        return next_.has_value();
+        return !next_.empty();
       };
       // A rank that idles still mends its session.
       if (mutex_.AwaitWithTimeout(absl::Condition(&there),
                                   absl::Milliseconds(300))) {
-        command = *next_;
-        next_.reset();
+        command = next_.front();
+        next_.pop_front();
       }
     }
     if (!command.is_null()) {

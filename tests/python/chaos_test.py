@@ -4,6 +4,7 @@ import argparse
 import collections
 import itertools
 import pathlib
+import signal
 import struct
 import sys
 
@@ -14,7 +15,9 @@ import readme
 sys.path.insert(0, str(readme.ROOT))
 from tests.chaos import chaos, checker, journal  # noqa: E402
 
-HASHES = {content: f"{content:016x}" for content in range(1, 9)}
+HASHES = {content: f"{content:016x}" for content in range(1, 12)}
+# Bytes of no content.
+TORN = "torn"
 
 
 class Logs:
@@ -25,18 +28,21 @@ class Logs:
         self.now = 0
         self.steps = itertools.count(1)
         for content in range(1, 9):
-            self(
-                "t0",
-                ev="content",
-                content=content,
-                hashes1=["1" + HASHES[content]],
-                hashes2=["a" + HASHES[content], "b" + HASHES[content]],
-            )
+            self.publish(content)
         self.start("i1")
 
     def __call__(self, who, **line):
         self.now += 1
         self.checker.feed({"t": self.now, "who": who, **line})
+
+    def publish(self, content):
+        self(
+            "t0",
+            ev="content",
+            content=content,
+            hashes1=["1" + HASHES[content]],
+            hashes2=["a" + HASHES[content], "b" + HASHES[content]],
+        )
 
     def start(self, incarnation, paused=True):
         self("c", ev="engine", replica="r", incarnation=incarnation, workers=2, paused=paused)
@@ -60,7 +66,7 @@ class Logs:
 
     def step(self, first, second=None, told=None):
         second = first if second is None else second
-        text = {0: "own", **HASHES}
+        text = {0: "own", TORN: TORN, **HASHES}
         self(
             "c",
             ev="step",
@@ -104,9 +110,8 @@ def test_two_updates_in_two_workers(logs):
 
 
 def test_bytes_of_no_update(logs):
-    HASHES[9] = "torn"
     logs.commit(1)
-    logs.step(1, 9)
+    logs.step(1, TORN)
     assert logs.found() == [checker.MIXED]
 
 
@@ -160,6 +165,91 @@ def test_a_commit_told_before_it_is_in_the_journal(logs):
     assert logs.found() == [checker.EARLY]
 
 
+def test_a_step_under_an_operators_hold(logs):
+    logs.commit(1, 2)
+    logs.step(1)
+    logs("c", ev="paused", update="")
+    logs.checker.held("r", logs.now)
+    # An update that resumes what somebody else holds.
+    logs("c", ev="resumed", update="u2", version=2)
+    logs.step(2)
+    assert logs.found() == [checker.HELD]
+    logs.checker.resumed("r", logs.now)
+    logs.step(2)
+    assert logs.found() == [checker.HELD]
+
+
+def test_a_hold_outlives_the_engine(logs):
+    logs.commit(1, 2)
+    logs("c", ev="paused", update="")
+    logs.checker.held("r", logs.now)
+    # It runs until it is known and paused; from then on it does not.
+    logs.start("i2", paused=False)
+    logs.step(0)
+    assert logs.found() == []
+    logs("c", ev="paused", update="")
+    logs.step(2)
+    assert logs.found() == [checker.HELD]
+    logs.start("i3")
+    logs.step(2)
+    assert logs.found() == [checker.HELD] * 2
+
+
+def test_whether_an_engine_is_paused_is_its_own_word(logs):
+    assert logs.checker.paused("r")
+    logs("c", ev="resumed", update="u1", version=1)
+    assert not logs.checker.paused("r")
+    logs.start("i2")
+    assert logs.checker.paused("r")
+
+
+def test_an_older_update_after_the_release(logs):
+    logs.commit(1, 2, 3)
+    logs.step(2)
+    logs.checker.allow_rollback(1)
+    logs.step(1)
+    logs.checker.rollback_stands(logs.now)
+    logs.step(1)
+    logs.checker.release_asked(logs.now)
+    logs.step(1)
+    assert logs.found() == []
+    logs.step(3)
+    # It is not asked for any more, though the release was not answered yet.
+    logs.step(1)
+    assert logs.found() == [checker.OLDER]
+
+
+def test_an_update_that_a_rollback_keeps_back(logs):
+    logs.commit(1, 2)
+    logs.step(2)
+    logs.checker.allow_rollback(1)
+    logs.step(1)
+    logs.checker.rollback_stands(logs.now)
+    logs.publish(10)
+    logs.commit(10)
+    logs.step(10)
+    assert logs.found() == [checker.KEPT_BACK]
+    logs.checker.release_asked(logs.now)
+    logs.step(10)
+    assert logs.found() == [checker.KEPT_BACK]
+
+
+def test_an_update_on_a_drained_node(logs):
+    logs.commit(1)
+    logs.step(1)
+    logs.checker.drained(["r"], logs.now)
+    logs.step(1)
+    logs.publish(10)
+    logs.commit(10)
+    logs.step(10)
+    assert logs.found() == [checker.KEPT_BACK]
+
+
+def test_a_swap_before_the_commit(logs):
+    logs("w0", ev="swapped", update="u1")
+    assert logs.found() == [checker.EARLY]
+
+
 def _field(number, payload):
     if isinstance(payload, int):
         return bytes([number << 3, payload])
@@ -200,7 +290,7 @@ def test_the_state_of_an_update_follows_its_coordinator():
     assert point("coordinator:journal:update_opened") == "GATHERING"
     assert point("coordinator:command:pause_replica") == "PAUSING"
     assert point("coordinator:journalled:update_committed") == "COMMITTED"
-    state.feed({"ev": "daemon", "coordinator": True})
+    state.feed({"ev": "daemon", "who": "n0", "coordinator": True})
     assert state.state == "COMMITTED"
     assert point("coordinator:journalled:update_ended") == chaos.IDLE
 
@@ -209,7 +299,9 @@ def test_the_state_of_an_update_follows_its_coordinator():
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    # Plants are written into the one set of tensors.
+    monkeypatch.setattr(chaos, "SWAP", 0)
     arguments = argparse.Namespace(seed=3, nodes=3)
     programs = chaos.programs(str(readme.ROOT / "bazel-bin"))
     missing = [path for path in programs.values() if not pathlib.Path(path).exists()]
@@ -273,3 +365,22 @@ def test_a_planted_hang_is_stuck(run):
     assert "one serves content" in run.diagnose()
     run.cluster.engines["one"].control.tell(cmd="hang_pause", ms=0)
     assert run.recover(30)[0]
+
+
+@pytest.mark.slow
+def test_a_product_that_resumes_before_all_workers_have_applied_is_found(run):
+    assert run.judge() == []
+    mutant = readme.ROOT / "bazel-bin/tests/chaos/weightsyncd_mutant"
+    assert mutant.exists(), "not built"
+    coordinator = run.cluster.daemons[0]
+    coordinator.argv[0] = str(mutant)
+    coordinator.signal(signal.SIGKILL)
+    found = set()
+    deadline = run.cluster.now() + 20
+    while checker.MIXED not in found and run.cluster.now() < deadline:
+        # Nothing else is slow.
+        run.cluster.engines["two"].workers[1].tell(cmd="hang_apply", ms=500)
+        content = run.publish()
+        run.cluster.run_until(lambda c=content: run.ended(c), 5)
+        found |= {violation.kind for violation in run.judge()}
+    assert checker.MIXED in found

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "daemon/node/layouts.h"
 #include "tests/chaos/simulation/world.h"
 
 namespace weightsync {
@@ -24,6 +26,7 @@ void World::StartNode(int index) {
   node.stopped_until = 0;
   node.incarnation = absl::StrCat(node.name, "-", next_id_++);
   node.updates.clear();
+  node.layouts.clear();
   node.ended.clear();
   node.snapshots.clear();
   node.asks.clear();
@@ -212,9 +215,11 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
   Node& node = nodes_[index];
   link->last_heard = now_;
   const auto unknown_layout = [&](const std::string& layout) {
-    if (node.layouts.count(layout) != 0) return false;
-    checker_.Violation(
-        absl::StrCat("node ", node.name, " was never told of layout ", layout));
+    for (const auto& kept : node.layouts) {
+      if (absl::c_linear_search(kept.second, layout)) return false;
+    }
+    checker_.Violation(absl::StrCat("node ", node.name, " knows no layout ",
+                                    layout, " any more"));
     return true;
   };
   switch (command.command_case()) {
@@ -223,9 +228,15 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
       return OnWelcome(index, command.welcome());
     case v1::NodeCommand::kReply:
       return OnReply(index, command.reply());
-    case v1::NodeCommand::kDefineLayout:
-      node.layouts.insert(command.define_layout().layout_id());
+    case v1::NodeCommand::kDefineLayout: {
+      std::deque<std::string>& kept =
+          node.layouts[command.define_layout().model()];
+      const std::string& layout = command.define_layout().layout_id();
+      kept.erase(std::remove(kept.begin(), kept.end(), layout), kept.end());
+      kept.push_back(layout);
+      if (kept.size() > daemon::LayoutBook::kKeptPerModel) kept.pop_front();
       return;
+    }
     case v1::NodeCommand::kPrepareUpdate:
       if (unknown_layout(command.prepare_update().layout_id())) return;
       return OnPrepare(index, command.prepare_update());

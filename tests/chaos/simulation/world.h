@@ -121,7 +121,8 @@ class World {
     std::map<int64_t, Ask> asks;
     std::map<std::string, NodeUpdate> updates;
     std::set<std::string> ended;
-    std::set<std::string> layouts;
+    // By model, as LayoutBook keeps them: oldest first.
+    std::map<std::string, std::deque<std::string>> layouts;
     std::map<int, v1::RankSnapshotted> snapshots;
     // Of the loop that works on layouts and bytes, in order.
     Time last_data = 0;
