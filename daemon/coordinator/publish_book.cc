@@ -123,9 +123,13 @@ PublishBook::Decision PublishBook::Enter(Publish* publish,
         absl::StrCat("step ", call.step, ", the others step ", publish->step));
   }
   if (call.options != publish->options) {
-    return Disagree(publish, call,
-                    absl::StrCat("options {", call.options, "}, the others {",
-                                 publish->options, "}"));
+    const auto show = [this](const std::string& options) {
+      return show_options_ == nullptr ? options : show_options_(options);
+    };
+    return Disagree(
+        publish, call,
+        absl::StrCat("options {", show(call.options), "}, the others {",
+                     show(publish->options), "}"));
   }
   Decision decision;
   decision.publish_index = publish->index;

@@ -42,7 +42,7 @@ struct PublishCall {
   int32_t rank = 0;
   int64_t version = 0;
   int64_t step = 0;
-  // Whatever must be equal on all ranks, as one string.
+  // Whatever must be equal on all ranks, as one string of any form.
   std::string options;
   std::string request_id;
   // The caller's: how to answer a call that waits.
@@ -71,6 +71,11 @@ struct Publish {
 
 class PublishBook {
  public:
+  // `show_options` makes PublishCall::options readable; null: they are.
+  using ShowOptions = std::string (*)(const std::string& options);
+  explicit PublishBook(ShowOptions show_options = nullptr)
+      : show_options_(show_options) {}
+
   // A publish remembered from the journal: everything up to `index` has ended.
   // `newest_fault` not OK: the newest, of `floor`, was aborted.
   void Recover(int64_t floor, int64_t index, const std::string& update_id,
@@ -134,6 +139,7 @@ class PublishBook {
   Decision Disagree(Publish* publish, const PublishCall& call,
                     const std::string& what);
 
+  ShowOptions show_options_;
   int64_t floor_ = 0;
   // The newest attempt at the floor was aborted: it may be tried again.
   bool floor_aborted_ = false;

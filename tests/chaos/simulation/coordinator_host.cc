@@ -163,7 +163,7 @@ void World::CrashCoordinator(Time restart_after) {
   });
 }
 
-void World::Append(const JournalRecord& record) {
+void World::Append(JournalRecord record) {
   if (trace_ != nullptr) {
     const auto* field = JournalRecord::descriptor()->FindFieldByNumber(
         static_cast<int>(record.record_case()));
@@ -171,8 +171,8 @@ void World::Append(const JournalRecord& record) {
   }
   if (impostor_) return;
   daemon::ApplyRecord(record, &durable_);
-  records_.push_back(record);
   checker_.Journalled(record);
+  records_.push_back(std::move(record));
 }
 
 void World::Execute(daemon::Actions actions) {
@@ -188,25 +188,25 @@ void World::Execute(daemon::Actions actions) {
     }
   }
   const int life = host_.life;
-  for (const daemon::Action& action : actions) {
-    const auto* append = absl::get_if<daemon::JournalAppend>(&action);
+  for (daemon::Action& action : actions) {
+    auto* append = absl::get_if<daemon::JournalAppend>(&action);
     if (crash_at_action_ >= 0 && crash_at_action_-- == 0) {
       // Before it, within it, or right after it.
       const int64_t where = random_.Below(3);
       if (append != nullptr && where == 1)
         torn_ = random_.Chance(odds_.torn_tail);
-      if (append != nullptr && where == 2) Append(append->record);
+      if (append != nullptr && where == 2) Append(std::move(append->record));
       Trace("coordinator dies at an action of its own");
       CrashCoordinator(Downtime());
       return;
     }
     if (append != nullptr) {
-      Append(append->record);
-    } else if (const auto* send = absl::get_if<daemon::SendCommand>(&action)) {
+      Append(std::move(append->record));
+    } else if (auto* send = absl::get_if<daemon::SendCommand>(&action)) {
       auto link = links_.find(send->node_stream);
       if (link == links_.end()) continue;
       if (planted_ != Planted::kNone && Forge(*send)) continue;
-      Deliver(link->second, send->command);
+      Deliver(link->second, std::move(send->command));
     } else if (const auto* close = absl::get_if<daemon::CloseNode>(&action)) {
       auto found = links_.find(close->node_stream);
       if (found == links_.end()) continue;
@@ -223,7 +223,7 @@ void World::Execute(daemon::Actions actions) {
 }
 
 void World::Deliver(const std::shared_ptr<Link>& link,
-                    const v1::NodeCommand& command) {
+                    v1::NodeCommand command) {
   if (impostor_) {
     checker_.Violation(absl::StrCat(
         "a coordinator with an empty journal commands: ", NameOf(command)));
@@ -234,10 +234,11 @@ void World::Deliver(const std::shared_ptr<Link>& link,
           command.has_define_layout() ? "" : command.ShortDebugString());
   }
   link->last_down = std::max(link->last_down + 1, now_ + Delay());
-  By(&nodes_[link->node], link->last_down - now_, [this, link, command] {
-    if (!link->node_open || link->drop_down) return;
-    OnCommand(link->node, link, command);
-  });
+  By(&nodes_[link->node], link->last_down - now_,
+     [this, link, command = std::move(command)] {
+       if (!link->node_open || link->drop_down) return;
+       OnCommand(link->node, link, command);
+     });
 }
 
 bool World::Forge(const daemon::SendCommand& send) {

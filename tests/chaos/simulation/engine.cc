@@ -323,17 +323,17 @@ void World::WorkerWork(int index, int w) {
   Engine& engine = engines_[index];
   Worker& worker = engine.workers[w];
   if (worker.busy || worker.queue.empty()) return;
-  const v1::ApplyWorker apply = worker.queue.front();
+  const Apply apply = std::move(worker.queue.front());
   worker.queue.pop_front();
   const int64_t generation = worker.generation;
   if (worker.memory.kind == Memory::kInstalled &&
-      worker.memory.update_id == apply.update_id()) {
+      worker.memory.update_id == apply->update_id()) {
     ReportApplied(index, w, apply, "", generation);
     return WorkerWork(index, w);
   }
-  if (apply.commit_term() <= 0) {
+  if (apply->commit_term() <= 0) {
     checker_.Violation(
-        absl::StrCat("an apply of ", apply.update_id(), " names no commit"));
+        absl::StrCat("an apply of ", apply->update_id(), " names no commit"));
     return;
   }
   if (random_.Chance(odds_.apply_fails)) {
@@ -342,16 +342,16 @@ void World::WorkerWork(int index, int w) {
   }
   if (!worker.open) return WorkerWork(index, w);  // nothing is written
   checker_.Writes(engine.name, w, engine.up && engine.running,
-                  apply.update_id());
+                  apply->update_id());
   if (worker.memory.kind == Memory::kInstalled &&
       engine.older.kind != Memory::kInstalled) {
     engine.older = worker.memory;  // the first that it served
   }
   worker.memory.kind = Memory::kWriting;
-  worker.memory.update_id = apply.update_id();
-  worker.memory.version = apply.version();
+  worker.memory.update_id = apply->update_id();
+  worker.memory.version = apply->version();
   worker.busy = true;
-  Trace(engine.name, " worker ", w, " writes ", apply.update_id());
+  Trace(engine.name, " worker ", w, " writes ", apply->update_id());
   Serve(index);
   By(&nodes_[worker.node], LocalDelay(&worker.last_up),
      [this, index, w, generation, memory = worker.memory] {
@@ -369,7 +369,7 @@ void World::WorkerWork(int index, int w) {
     Worker& worker = engine.workers[w];
     worker.busy = false;
     const Node& node = nodes_[worker.node];
-    auto update = node.updates.find(apply.update_id());
+    auto update = node.updates.find(apply->update_id());
     // A daemon that has died took its memory along no more than its mapping.
     const bool recycled = node.up && worker.open &&
                           worker.generation == generation &&
@@ -388,7 +388,7 @@ void World::WorkerWork(int index, int w) {
   });
 }
 
-void World::ReportApplied(int index, int w, const v1::ApplyWorker& apply,
+void World::ReportApplied(int index, int w, const Apply& apply,
                           const std::string& reason, int64_t generation) {
   Worker& worker = engines_[index].workers[w];
   if (worker.generation != generation || !worker.open) return;
@@ -397,15 +397,15 @@ void World::ReportApplied(int index, int w, const v1::ApplyWorker& apply,
        Worker& worker = engines_[index].workers[w];
        if (worker.generation != generation || !worker.open) return;
        worker.told = memory;
-       if (worker.command_id == apply.command_id()) worker.command_id.clear();
+       if (worker.command_id == apply->command_id()) worker.command_id.clear();
        v1::NodeReport report;
        v1::WorkerAppliedReport* applied = report.mutable_worker_applied();
        applied->set_model("models/m");
        applied->set_replica(engines_[index].name);
        applied->set_worker_index(w);
        applied->set_incarnation(engines_[index].incarnation);
-       applied->set_update_id(apply.update_id());
-       applied->set_command_id(apply.command_id());
+       applied->set_update_id(apply->update_id());
+       applied->set_command_id(apply->command_id());
        if (!reason.empty()) {
          applied->mutable_failure()->set_code(13);
          applied->mutable_failure()->set_reason(reason);

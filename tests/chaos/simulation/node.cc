@@ -250,7 +250,8 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
       return OnEnd(index, command.end_update());
     case v1::NodeCommand::kApplyWorker:
       if (unknown_layout(command.apply_worker().layout_id())) return;
-      return OnApply(index, command.apply_worker());
+      return OnApply(index, std::make_shared<const v1::ApplyWorker>(
+                                command.apply_worker()));
     case v1::NodeCommand::kPauseReplica:
     case v1::NodeCommand::kResumeReplica: {
       const bool pause = command.has_pause_replica();
@@ -549,26 +550,26 @@ void World::Abandon(int index) {
   }
 }
 
-void World::OnApply(int index, const v1::ApplyWorker& apply) {
-  const int e = apply.replica().back() - '0';
-  const int w = apply.worker_index();
+void World::OnApply(int index, const Apply& apply) {
+  const int e = apply->replica().back() - '0';
+  const int w = apply->worker_index();
   Engine& engine = engines_[e];
   Worker& worker = engine.workers[w];
   if (worker.node != index || !worker.open ||
-      engine.incarnation != apply.incarnation()) {
-    return ApplyRefused(apply, "WORKER_LOST", nullptr);
+      engine.incarnation != apply->incarnation()) {
+    return ApplyRefused(*apply, "WORKER_LOST", nullptr);
   }
   // The plan is made and the bytes are looked up behind other commands.
   By(&nodes_[index], LocalDelay(&nodes_[index].last_data),
      [this, index, e, w, apply, generation = worker.generation] {
        Worker& worker = engines_[e].workers[w];
        if (!worker.open || worker.generation != generation) return;
-       auto update = nodes_[index].updates.find(apply.update_id());
+       auto update = nodes_[index].updates.find(apply->update_id());
        if (update == nodes_[index].updates.end() || !update->second.whole) {
-         return ApplyRefused(apply, "UPDATE_UNKNOWN", &worker.told);
+         return ApplyRefused(*apply, "UPDATE_UNKNOWN", &worker.told);
        }
-       worker.command_id = apply.command_id();
-       worker.command_update = apply.update_id();
+       worker.command_id = apply->command_id();
+       worker.command_update = apply->update_id();
        By(&worker, LocalDelay(&worker.last_down),
           [this, e, w, apply, generation] {
             Worker& worker = engines_[e].workers[w];
@@ -580,10 +581,10 @@ void World::OnApply(int index, const v1::ApplyWorker& apply) {
           [this, e, w, apply, generation] {
             Worker& worker = engines_[e].workers[w];
             if (!worker.open || worker.generation != generation ||
-                worker.command_id != apply.command_id()) {
+                worker.command_id != apply->command_id()) {
               return;
             }
-            ApplyRefused(apply, "APPLY_TIMEOUT", &worker.told);
+            ApplyRefused(*apply, "APPLY_TIMEOUT", &worker.told);
             EndWorker(e, w, /*client_sees=*/true);
           });
      });

@@ -37,21 +37,25 @@ void World::TraceTime() {
           << "  ";
 }
 
-void World::At(Time at, std::function<void()> what) {
-  events_.push_back({std::max(at, now_), event_number_++, std::move(what)});
+void World::PushEvent(Time at, int slot) {
+  events_.push_back({std::max(at, now_), event_number_++, slot});
   std::push_heap(events_.begin(), events_.end(), Later);
 }
 
-void World::By(Process* process, Time delay, std::function<void()> what) {
-  At(now_ + delay,
-     [this, process, life = process->life, what = std::move(what)]() mutable {
-       if (process->life != life) return;
-       if (now_ < process->stopped_until) {
-         By(process, process->stopped_until - now_, std::move(what));
-         return;
-       }
-       what();
-     });
+void World::DoNext() {
+  const int index = events_.front().slot;
+  Slot& slot = slots_[static_cast<size_t>(index)];
+  std::pop_heap(events_.begin(), events_.end(), Later);
+  events_.pop_back();
+  ++outcome_.events;
+  if (slot.process == nullptr || slot.process->life == slot.life) {
+    if (slot.process != nullptr && now_ < slot.process->stopped_until) {
+      return PushEvent(slot.process->stopped_until, index);
+    }
+    slot.task.Run();
+  }
+  slot.task.Clear();
+  free_slots_.push_back(index);
 }
 
 Time World::Delay() {
@@ -126,16 +130,12 @@ Outcome World::Run() {
       checker_.Violation("nothing happens any more");
       break;
     }
-    std::pop_heap(events_.begin(), events_.end(), Later);
-    Event event = std::move(events_.back());
-    events_.pop_back();
-    now_ = event.at;
+    now_ = events_.front().at;
     if (now_ > give_up_) {
       SayWhatWaits();
       break;
     }
-    ++outcome_.events;
-    event.what();
+    DoNext();
   }
   outcome_.violations = checker_.violations();
   for (const std::string& violation : outcome_.violations) {

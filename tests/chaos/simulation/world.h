@@ -22,7 +22,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <ostream>
@@ -36,6 +35,7 @@
 #include "tests/chaos/simulation/checker.h"
 #include "tests/chaos/simulation/odds.h"
 #include "tests/chaos/simulation/random.h"
+#include "tests/chaos/simulation/task.h"
 
 namespace weightsync {
 namespace simulation {
@@ -128,11 +128,14 @@ class World {
     int64_t losses = 0;
   };
 
+  // As it was sent; who has it keeps it.
+  using Apply = std::shared_ptr<const v1::ApplyWorker>;
+
   struct Worker : Process {
     int node = 0;
     Memory memory;
     bool busy = false;
-    std::deque<v1::ApplyWorker> queue;
+    std::deque<Apply> queue;
     // Of the stream between it and its node's daemon.
     int64_t generation = 0;
     bool open = false;
@@ -196,12 +199,19 @@ class World {
   };
 
   // ---- world.cc: time, the network, the job ----
-  void At(Time at, std::function<void()> what);
-  void After(Time delay, std::function<void()> what) {
-    At(now_ + delay, std::move(what));
+  template <typename F>
+  void At(Time at, F&& what) {
+    Enter(at, nullptr, std::forward<F>(what));
+  }
+  template <typename F>
+  void After(Time delay, F&& what) {
+    Enter(now_ + delay, nullptr, std::forward<F>(what));
   }
   // Done by a process: not if it has died meanwhile, later if it stands still.
-  void By(Process* process, Time delay, std::function<void()> what);
+  template <typename F>
+  void By(Process* process, Time delay, F&& what) {
+    Enter(now_ + delay, process, std::forward<F>(what));
+  }
   absl::Time Clock() const;
   Time Delay();
   // Within one machine: from now until the next message on an ordered stream
@@ -220,9 +230,8 @@ class World {
   void StartCoordinator(bool impostor);
   void CrashCoordinator(Time restart_after);
   void Execute(daemon::Actions actions);
-  void Append(const internal::v1::JournalRecord& record);
-  void Deliver(const std::shared_ptr<Link>& link,
-               const v1::NodeCommand& command);
+  void Append(internal::v1::JournalRecord record);
+  void Deliver(const std::shared_ptr<Link>& link, v1::NodeCommand command);
   void CoordinatorTick(int life);
   daemon::JournalState FoundJournal();
   // kMixedReplica, kPauseNotDone: true when it was taken care of.
@@ -242,7 +251,7 @@ class World {
   void OnPrepare(int node, const v1::PrepareUpdate& prepare);
   void TryMove(int node, const std::string& update_id);
   void OnEnd(int node, const v1::EndUpdate& end);
-  void OnApply(int node, const v1::ApplyWorker& apply);
+  void OnApply(int node, const Apply& apply);
   void Abandon(int node);
   void Evict(int node, const std::string& update_id);
   void StartNode(int node);
@@ -261,7 +270,7 @@ class World {
   void EndWorker(int engine, int worker, bool client_sees);
   void JoinWorker(int engine, int worker);
   void WorkerWork(int engine, int worker);
-  void ReportApplied(int engine, int worker, const v1::ApplyWorker& apply,
+  void ReportApplied(int engine, int worker, const Apply& apply,
                      const std::string& reason, int64_t generation);
   void ApplyRefused(const v1::ApplyWorker& apply, const std::string& reason,
                     const Memory* told);
@@ -305,15 +314,41 @@ class World {
   Checker checker_;
   Outcome outcome_;
 
+  // What is to happen lies still in `tasks_`; the heap has only where.
   struct Event {
     Time at;
     int64_t number;
-    std::function<void()> what;
+    int slot;
+  };
+  struct Slot {
+    // Whose doing it is, in which of its lives; null: nobody's.
+    Process* process = nullptr;
+    int life = 0;
+    Task task;
   };
   static bool Later(const Event& a, const Event& b) {
     return a.at != b.at ? a.at > b.at : a.number > b.number;
   }
+  template <typename F>
+  void Enter(Time at, Process* process, F&& what) {
+    if (free_slots_.empty()) {
+      free_slots_.push_back(static_cast<int>(slots_.size()));
+      slots_.emplace_back();
+    }
+    const int index = free_slots_.back();
+    free_slots_.pop_back();
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    slot.process = process;
+    slot.life = process == nullptr ? 0 : process->life;
+    slot.task.Set(std::forward<F>(what));
+    PushEvent(at, index);
+  }
+  void PushEvent(Time at, int slot);
+  // The next event, at its time.
+  void DoNext();
   std::vector<Event> events_;
+  std::deque<Slot> slots_;
+  std::vector<int> free_slots_;
   int64_t event_number_ = 0;
   Time now_ = 0;
   bool over_ = false;
