@@ -1,6 +1,7 @@
 // What goes wrong, and when.
 
 #include <algorithm>
+#include <cctype>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -65,9 +66,19 @@ void World::Stop(Process* process, Time duration) {
   process->stopped_until = std::max(process->stopped_until, now_ + duration);
 }
 
+std::string World::StateNow() const {
+  if (coordinator_ == nullptr || impostor_) return "no coordinator";
+  const auto version =
+      coordinator_->GetVersion("models/m/versions/latest", "", Clock());
+  if (!version.ok()) return "none";
+  std::string name = v1::Version::State_Name(version->state()).substr(6);
+  for (char& c : name) c = static_cast<char>(std::tolower(c));
+  return name;
+}
+
 void World::Inject(const std::string& kind) {
   Trace("FAULT ", kind);
-  ++outcome_.faults[kind];
+  ++outcome_.faults[kind][StateNow()];
   const auto pick = [this](size_t count) {
     return static_cast<int>(random_.Below(static_cast<int64_t>(count)));
   };

@@ -52,8 +52,8 @@ struct Outcome {
   int aborts = 0;
   // After the last fault was over, until a new version was everywhere.
   Time recovery = 0;
-  // By name.
-  std::map<std::string, int> faults;
+  // By name, and by the state of the newest update at that moment.
+  std::map<std::string, std::map<std::string, int>> faults;
 };
 
 class World {
@@ -295,6 +295,8 @@ class World {
   // ---- faults.cc ----
   void PlanFaults();
   void Inject(const std::string& kind);
+  // What a fault hits: the state of the newest update, as people call it.
+  std::string StateNow() const;
   void Stop(Process* process, Time duration);
   Time Downtime();
 
