@@ -498,6 +498,9 @@ class CoordinatorCore {
     UpdateEvent event;
   };
   std::deque<Posted> queue_;
+  // Replicas that have just become complete, (model, name): they are told what
+  // is wanted of them when the queue is empty, for an update may want them.
+  std::deque<std::pair<std::string, std::string>> complete_;
 
   Registry registry_;
   RateBook rates_;

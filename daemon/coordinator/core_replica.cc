@@ -266,7 +266,7 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
           break;
         }
         Settle(replica);
-        Step(replica, ReplicaEvent());  // what it waited with
+        complete_.emplace_back(replica->model, replica->name);
         break;
       }
       case ReplicaAction::kLeft:

@@ -44,20 +44,27 @@ void PublishBook::Recover(int64_t floor, int64_t index,
   publishes_.push_back(std::move(publish));
 }
 
-void PublishBook::RankClaimed(int32_t rank, int64_t last_index) {
+absl::optional<Publish> PublishBook::RankClaimed(int32_t rank,
+                                                 int64_t last_index) {
+  absl::optional<Publish> failed;
   if (last_index > newest_index_) {
     // An earlier term numbered publishes that never became updates.
+    if (pending() != nullptr) {
+      const int64_t index = publishes_.back().index;
+      failed = Expire(absl::InfinitePast(), ForgottenFault(index), true);
+    }
     publishes_.clear();
     newest_index_ = last_index;
   }
   if (last_index > 0) {
     int64_t& last = last_[rank];
     last = std::max(last, last_index);
-    return;
+    return failed;
   }
   const int64_t newest_begun =
       pending() != nullptr ? newest_index_ - 1 : newest_index_;
   last_[rank] = newest_begun;
+  return failed;
 }
 
 void PublishBook::RankGone(int32_t rank) {

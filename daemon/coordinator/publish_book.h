@@ -82,8 +82,10 @@ class PublishBook {
                const Fault& newest_fault);
 
   // A rank's lease began. `last_index`: the newest publish that its node
-  // remembers for this very session; 0 for a new session.
-  void RankClaimed(int32_t rank, int64_t last_index);
+  // remembers for this very session; 0 for a new session. Answers a publish
+  // that waited under a number which an earlier term had given to another:
+  // everybody who waits has to be told its fault.
+  absl::optional<Publish> RankClaimed(int32_t rank, int64_t last_index);
   // Its lease ended: the call that waits, if one does, goes with it.
   void RankGone(int32_t rank);
 

@@ -53,6 +53,15 @@ PauseKind ReplicaState::WantedPause() const {
   return wanted;
 }
 
+UpdateKey ReplicaState::WantedPauseUpdate() const {
+  for (const Holder& holder : holders) {
+    if (holder.kind == Holder::kOperator || holder.kind == Holder::kIsolation) {
+      return 0;
+    }
+  }
+  return holders.empty() ? target : holders[0].update;
+}
+
 bool ReplicaState::PausedForAll() const {
   return control && engine == EngineState::kPaused &&
          (pause != PauseKind::kNone || WantedPause() == PauseKind::kNone);
@@ -367,20 +376,29 @@ class Stepper {
                                s_.engine == EngineState::kPausing) &&
                               s_.pause == PauseKind::kNone &&
                               wanted != PauseKind::kNone;
-      if (s_.engine == EngineState::kRunning ||
-          s_.engine == EngineState::kResuming ||
-          s_.engine == EngineState::kUnresumed || again || in_earnest) {
+      // Its node may give up what it was paused for; now it must not.
+      const bool for_others = (s_.engine == EngineState::kPaused ||
+                               s_.engine == EngineState::kPausing) &&
+                              s_.pause_update != 0 && !s_.holders.empty() &&
+                              s_.WantedPauseUpdate() == 0;
+      const bool resumes = s_.engine == EngineState::kResuming ||
+                           s_.engine == EngineState::kUnresumed;
+      if (s_.engine == EngineState::kRunning || resumes || again ||
+          in_earnest || for_others) {
+        // Whoever waits for it to run waits in vain.
+        if (resumes) Say(ReplicaAction::kStillHeld);
         if (s_.engine == EngineState::kRunning) {
           s_.served = s_.workers[0].content;
           s_.served_known = s_.Servable();
         }
         s_.engine = EngineState::kPausing;
         s_.pause = wanted;
+        s_.pause_update = s_.WantedPauseUpdate();
         s_.deadline = now_ + timeouts_.pause;
         ReplicaAction& action = Command(ReplicaAction::kSendPause);
         s_.command = action.command;
         action.pause = wanted;
-        action.update = s_.holders.empty() ? s_.target : s_.holders[0].update;
+        action.update = s_.pause_update;
       }
       if (s_.engine == EngineState::kPaused && s_.target != 0 && !s_.fenced) {
         SendApplies();

@@ -7,31 +7,36 @@
 // No clock, no ids but numbers, no protos: a simulation runs it by the million.
 //
 // The engine:
-//   state      on                                      to        and
-//   RUNNING    a pause is wanted                       PAUSING   send Pause
-//   PAUSING    Paused(command)                         PAUSED    say kPausedNow
-//              Paused(command, fault), deadline        DOUBTFUL  say
-//              kPauseFailed no pause is wanted any more             RESUMING
-//              send Resume
-//   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
-//              still wanted, five seconds after a      PAUSING   send Pause
-//              failure, at once when it has come back
-//   PAUSED     no pause is wanted                      RESUMING  send Resume
-//              target not installed on a worker        PAUSED    send Apply to
-//              it
-//   RESUMING   Resumed(command)                        RUNNING   say
-//   kResumedNow
-//              Resumed(command, fault), deadline       UNRESUMED say
-//              kResumeFailed a pause is wanted                       PAUSING
-//              send Pause
-//   UNRESUMED  a second later                          RESUMING  send Resume
-//              a pause is wanted                       PAUSING   send Pause
+//   state      on                                  to         and
+//   RUNNING    a pause is wanted                   PAUSING    send Pause
+//   PAUSING    Paused(command)                     PAUSED     say kPausedNow
+//              Paused(fault), deadline             DOUBTFUL   say kPauseFailed
+//              no pause is wanted any more         RESUMING   send Resume
+//   DOUBTFUL   no pause is wanted                  RESUMING   send Resume
+//              still wanted, five seconds after    PAUSING    send Pause
+//              a failure, at once when it is back
+//   PAUSED     no pause is wanted                  RESUMING   send Resume
+//              target not installed on a worker    PAUSED     send it Apply
+//              an operator holds it too, and it    PAUSING    send Pause
+//              was not told so
+//   RESUMING   Resumed(command)                    RUNNING    say kResumedNow
+//              Resumed(fault), deadline            UNRESUMED  say kResumeFailed
+//              a pause is wanted                   PAUSING    say kStillHeld,
+//                                                             send Pause
+//   UNRESUMED  a second later                      RESUMING   send Resume
+//              a pause is wanted                   PAUSING    say kStillHeld,
+//                                                             send Pause
 // A pause is wanted while somebody holds it and while the workers' memories are
 // not servable: not all what the engine came with, and not all one update. So a
 // mix is never resumed, whoever asks. Nothing is sent while a worker or the
 // control stream is missing; when they are back, their own word (what is
 // installed; that it runs) replaces what was believed, and what is still wanted
 // is sent again. One that says it stands still is DOUBTFUL.
+//
+// A Pause names the update that it is for only where updates and installs alone
+// hold the replica: what it names, the replica's node may give up, or finish,
+// by itself while the coordinator is away. When an operator, or its isolation,
+// holds it too, it is told so with another Pause, which names nothing.
 //
 // How it is paused is the holders' wish: the first that wants a real pause
 // decides. PAUSE_NONE asks for none: the engine goes on generating with what it
@@ -138,8 +143,9 @@ struct ReplicaState {
   std::vector<ReplicaWorker> workers;
 
   EngineState engine = EngineState::kRunning;
-  // How it was asked to pause last.
+  // How it was asked to pause last, and for which update.
   PauseKind pause = PauseKind::kDrain;
+  UpdateKey pause_update = 0;
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
@@ -166,6 +172,8 @@ struct ReplicaState {
   bool PausedForAll() const;
   // How its holders want it paused now.
   PauseKind WantedPause() const;
+  // Which update the Pause is for; 0: none alone.
+  UpdateKey WantedPauseUpdate() const;
 };
 
 struct ReplicaEvent {
@@ -224,7 +232,9 @@ struct ReplicaAction {
     kFenced,
     kResumedNow,
     kResumeFailed,
-    kStillHeld,  // a release that leaves it paused: others hold it, or a mix
+    // A release that leaves it paused, or a resume that a pause has overtaken:
+    // others hold it, or it holds a mix.
+    kStillHeld,
   };
   Kind kind = kComplete;
   int worker = 0;

@@ -80,6 +80,19 @@ JournalState World::FoundJournal() {
     }
     return state;
   }
+  if ((planted_ == Planted::kHoldForgotten ||
+       planted_ == Planted::kReleaseForgotten) &&
+      records_.size() > 1) {
+    JournalState state;
+    for (const JournalRecord& record : records_) {
+      const bool forgotten = planted_ == Planted::kHoldForgotten
+                                 ? !record.hold_placed().replica().empty()
+                                 : record.has_hold_released() &&
+                                       record.hold_released().replica().empty();
+      if (!forgotten) daemon::ApplyRecord(record, &state);
+    }
+    return state;
+  }
   if (!random_.Chance(odds_.journal_file)) {
     // What compaction leaves.
     JournalState state;
@@ -125,6 +138,10 @@ void World::StartCoordinator(bool impostor) {
   host_.stopped_until = 0;
   impostor_ = impostor;
   JournalState found = impostor ? JournalState() : FoundJournal();
+  if (impostor) {
+    impostor_durable_ = JournalState();
+    impostor_records_.clear();
+  }
   torn_ = false;
   coordinator_ =
       std::make_unique<daemon::Coordinator>(options_, std::move(found));
@@ -157,6 +174,9 @@ void World::CrashCoordinator(Time restart_after) {
        [this, gone] { LinkClosed(gone->node, gone); });
   }
   links_.clear();
+  const auto callers = std::move(admin_);
+  admin_.clear();
+  for (const auto& caller : callers) caller.second(false);
   const int life = host_.life;
   After(restart_after, [this, life] {
     if (host_.life == life) StartCoordinator(/*impostor=*/false);
@@ -169,18 +189,33 @@ void World::Append(JournalRecord record) {
         static_cast<int>(record.record_case()));
     Trace("journal  ", field->name(), "  ", record.ShortDebugString());
   }
-  if (impostor_) return;
+  if (impostor_) {
+    daemon::ApplyRecord(record, &impostor_durable_);
+    impostor_records_.push_back(record);
+    if (!record.has_adopted()) return;
+    // It is the journal from now on.
+    impostor_ = false;
+    durable_ = std::move(impostor_durable_);
+    records_ = std::move(impostor_records_);
+    checker_.Adopted();
+    return;
+  }
   daemon::ApplyRecord(record, &durable_);
   checker_.Journalled(record);
   records_.push_back(std::move(record));
 }
 
 void World::Execute(daemon::Actions actions) {
-  if (planted_ == Planted::kCommitAfterTelling) {
+  if (planted_ == Planted::kCommitAfterTelling ||
+      planted_ == Planted::kStreamAfterTelling) {
     // Behind everything that is told in the same breath.
     for (size_t i = 0; i + 1 < actions.size(); ++i) {
       const auto* append = absl::get_if<daemon::JournalAppend>(&actions[i]);
-      if (append == nullptr || !append->record.has_update_committed()) continue;
+      if (append == nullptr || !(planted_ == Planted::kCommitAfterTelling
+                                     ? append->record.has_update_committed()
+                                     : append->record.has_stream_begun())) {
+        continue;
+      }
       std::rotate(actions.begin() + static_cast<std::ptrdiff_t>(i),
                   actions.begin() + static_cast<std::ptrdiff_t>(i) + 1,
                   actions.end());
@@ -207,6 +242,8 @@ void World::Execute(daemon::Actions actions) {
       if (link == links_.end()) continue;
       if (planted_ != Planted::kNone && Forge(*send)) continue;
       Deliver(link->second, std::move(send->command));
+    } else if (const auto* done = absl::get_if<daemon::AdminDone>(&action)) {
+      AdminDone(done->request, done->failure.code() == 0);
     } else if (const auto* close = absl::get_if<daemon::CloseNode>(&action)) {
       auto found = links_.find(close->node_stream);
       if (found == links_.end()) continue;

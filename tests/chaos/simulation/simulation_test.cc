@@ -100,7 +100,13 @@ INSTANTIATE_TEST_SUITE_P(
         Plant{"AnswerLost", Planted::kAnswerLost, "stuck after"},
         Plant{"TwoOutcomes", Planted::kTwoOutcomes, "two outcomes"},
         Plant{"OlderWeights", Planted::kOlderWeights,
-              "older than what it served before"}),
+              "older than what it served before"},
+        Plant{"HoldForgotten", Planted::kHoldForgotten,
+              "although an operator holds it paused"},
+        Plant{"ReleaseForgotten", Planted::kReleaseForgotten,
+              "older than what it served before"},
+        Plant{"StreamAfterTelling", Planted::kStreamAfterTelling,
+              "which is not committed"}),
     [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace
