@@ -63,8 +63,9 @@ struct ResumeInfo {
   // Caches made with older weights (prefix, KV) must go.
   bool weights_changed = false;
   // How the pause before it was asked for: with KEEP, frozen requests go on;
-  // with NONE the engine never stood still, and this only tells it what it
-  // serves.
+  // with NONE the engine never stood still: all of its workers now hold the
+  // update in the set that WorkerOptions::swap named, and it flips to it, all
+  // workers at the same step.
   v1::PauseMode mode = v1::PAUSE_MODE_DRAIN;
 };
 

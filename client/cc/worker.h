@@ -88,8 +88,11 @@ struct WorkerOptions {
   // is refused with that status, untouched. May be empty.
   std::function<absl::Status()> may_write;
   // Of a worker that was started with a spare set of tensors: called on the
-  // copying thread when set `set` (0: the first one) holds an update whole, to
-  // have the engine serve from it. Not OK: the other one still serves.
+  // copying thread when set `set` (0: the first one) holds an update whole. The
+  // engine serves from it from its on_resume (ReplicaHooks) for that update on,
+  // all of its workers from the same step; an engine of one worker may do so at
+  // once. Nothing is written into the other set before that on_resume has
+  // succeeded. Not OK: the other one still serves.
   std::function<absl::Status(int set, const std::string& update_id)> swap;
   // Called on the copying thread when the tensors are about to become a mix:
   // after the daemon was told, before the first byte.

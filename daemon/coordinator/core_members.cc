@@ -138,6 +138,7 @@ void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
   ReplicaEvent event;
   event.kind = ReplicaEvent::kControlJoined;
   event.paused = registration.paused();
+  event.swaps = registration.atomic_swap();
   Step(run, event);
   // It was complete all along: its node alone was away.
   if (run->machine.Complete()) Settle(run);

@@ -108,7 +108,8 @@ void CoordinatorCore::ReplicaPaused(const v1::ReplicaPausedReport& report) {
     event.fault.message = absl::StrCat(replica->machine.name,
                                        " cannot pause: ", event.fault.message);
   }
-  replica->pause_detail = report.detail();
+  // Asked once more, it only says that it was paused already.
+  if (replica->pause_detail.empty()) replica->pause_detail = report.detail();
   Step(replica, event);
 }
 
@@ -226,7 +227,7 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         *pause->mutable_timeout() = ToProto(options_.pause_timeout);
         out->set_may_refuse(MayRefuse(*replica, *entry));
         *out->mutable_barrier_timeout() = ToProto(options_.barrier_timeout);
-        replica->pause_detail.clear();
+        if (!action.again) replica->pause_detail.clear();
         break;
       }
       case ReplicaAction::kSendResume: {

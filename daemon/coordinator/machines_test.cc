@@ -191,24 +191,6 @@ TEST_F(ReplicaMachineTest, AResumeThatAPauseOvertakesIsWaitedForByNobody) {
   EXPECT_THAT(Step(asleep), ElementsAre(R::kStillHeld, R::kSendPause));
 }
 
-// An operator may hold a replica that an update has paused: its node, cut off,
-// would give that update's pause up, and the engine would run.
-TEST_F(ReplicaMachineTest, WhoeverMayGiveAPauseUpIsToldThatOthersHoldIt) {
-  Step(Event(ReplicaEvent::kHold));
-  EXPECT_EQ(last_[0].update, 7);
-  Step(Event(ReplicaEvent::kPaused, last_[0].command));
-  ReplicaEvent by_hand = Event(ReplicaEvent::kHold);
-  by_hand.holder = Holder{Holder::kOperator, 0};
-  Step(by_hand);
-  ASSERT_EQ(last_.back().kind, R::kSendPause);
-  EXPECT_EQ(last_.back().update, 0);
-  // Until it has said so, nobody counts on it.
-  EXPECT_FALSE(state_.PausedForAll());
-  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_.back().command)),
-              ElementsAre(R::kPausedNow));
-  EXPECT_THAT(Step(by_hand), ElementsAre(R::kPausedNow));
-}
-
 TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
   Step(Event(ReplicaEvent::kHold));
   const int64_t pause = last_[0].command;
@@ -216,7 +198,10 @@ TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
   other.holder = Holder{Holder::kInstall, 3};
   Step(other);
   Step(Event(ReplicaEvent::kPaused, pause));
-  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kStillHeld));
+  // What it is paused for is another one now.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)),
+              ElementsAre(R::kStillHeld, R::kSendPause));
+  EXPECT_EQ(last_[1].update, 3);
   other.kind = ReplicaEvent::kRelease;
   EXPECT_THAT(Step(other), ElementsAre(R::kSendResume));
 }
@@ -345,6 +330,36 @@ TEST_F(ReplicaMachineTest, APauseOfNoneStopsNobodyUntilSomebodyElseHolds) {
   EXPECT_FALSE(state_.PausedForAll());
 }
 
+TEST_F(ReplicaMachineTest, ItsNodeHearsThatSomebodyElseHoldsItToo) {
+  EXPECT_THAT(Step(Event(ReplicaEvent::kHold)), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].update, 7);
+  EXPECT_FALSE(last_[0].again);
+  // While it pauses: said when it has.
+  ReplicaEvent by_hand = Event(ReplicaEvent::kHold);
+  by_hand.holder = Holder{Holder::kOperator, 0, PauseKind::kAbort};
+  const int64_t first = last_[0].command;
+  EXPECT_THAT(Step(by_hand), IsEmpty());
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, first)),
+              ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].update, 0);
+  EXPECT_TRUE(last_[0].again);
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, last_[0].command)),
+              ElementsAre(R::kPausedNow));
+  // It is installed all the same.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kInstall)),
+              ElementsAre(R::kSendApply, R::kSendApply));
+  const int64_t apply = last_[0].command;
+  by_hand.kind = ReplicaEvent::kRelease;
+  EXPECT_THAT(Step(by_hand), ElementsAre(R::kStillHeld, R::kSendPause));
+  EXPECT_EQ(last_[1].update, 7);
+  const int64_t again = last_[1].command;
+  EXPECT_THAT(Step(Applied(0, apply)), IsEmpty());
+  EXPECT_THAT(Step(Applied(1, apply + 1)), ElementsAre(R::kInstalledNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, again)),
+              ElementsAre(R::kPausedNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+}
+
 TEST_F(ReplicaMachineTest, AMixThatWasBuiltBesideIsPausedInEarnestAtTheEnd) {
   ReplicaEvent hold = Event(ReplicaEvent::kHold);
   hold.holder.pause = PauseKind::kNone;
@@ -355,6 +370,47 @@ TEST_F(ReplicaMachineTest, AMixThatWasBuiltBesideIsPausedInEarnestAtTheEnd) {
   EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)),
               ElementsAre(R::kStillHeld, R::kSendPause));
   EXPECT_EQ(last_[1].pause, PauseKind::kDrain);
+}
+
+// Else a set would be written to with which the engine still generates.
+TEST_F(ReplicaMachineTest, APauseOfNoneNeedsAnEngineThatSaysItHasFlipped) {
+  const auto rejoin = [this] {
+    Step(Event(ReplicaEvent::kControlLeft));
+    ReplicaEvent joined = Event(ReplicaEvent::kControlJoined);
+    joined.swaps = true;
+    return Step(joined);
+  };
+  // What it came with needs no flip, and no second word.
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+  EXPECT_THAT(rejoin(), ElementsAre(R::kResumedNow, R::kComplete));
+  EXPECT_THAT(Step(ReplicaEvent()), IsEmpty());
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder.pause = PauseKind::kNone;
+  EXPECT_THAT(Step(hold), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].pause, PauseKind::kNone);
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  const int64_t apply = last_[0].command;
+  Step(Applied(0, apply));
+  EXPECT_THAT(Step(Applied(1, apply + 1)), ElementsAre(R::kInstalledNow));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+  // The stream breaks: the Resume is lost, or its answer.
+  EXPECT_THAT(rejoin(), ElementsAre(R::kComplete));
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
+  EXPECT_EQ(last_[0].update, 7);
+  ReplicaEvent next = hold;
+  next.holder.update = 8;
+  EXPECT_THAT(Step(next), ElementsAre(R::kStillHeld, R::kSendPause));
+  EXPECT_EQ(last_[1].pause, PauseKind::kDrain);
+  next.kind = ReplicaEvent::kRelease;
+  EXPECT_THAT(Step(next), ElementsAre(R::kSendResume));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, last_[0].command)),
+              ElementsAre(R::kResumedNow));
+  next.kind = ReplicaEvent::kHold;
+  EXPECT_THAT(Step(next), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].pause, PauseKind::kNone);
 }
 
 TEST_F(ReplicaMachineTest, AMixIsNotLetOffWithAPauseOfNone) {

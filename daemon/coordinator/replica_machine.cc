@@ -40,22 +40,26 @@ bool ReplicaState::HeldBy(const Holder& holder) const {
 PauseKind ReplicaState::WantedPause() const {
   if (fenced) return PauseKind::kDrain;
   const bool beside =
-      engine == EngineState::kPaused && pause == PauseKind::kNone;
+      (engine == EngineState::kPaused || engine == EngineState::kPausing) &&
+      pause == PauseKind::kNone;
   PauseKind wanted = PauseKind::kDrain;
   for (const Holder& holder : holders) {
     wanted = holder.pause;
     if (wanted != PauseKind::kNone) return wanted;
   }
   // While workers build beside they differ; before they began they must not.
-  if (wanted == PauseKind::kNone && !beside && !Servable()) {
+  // And one that has not said that it generates with what its workers hold may
+  // still do so with the set that would be written to.
+  if (wanted == PauseKind::kNone && !beside &&
+      !(Servable() && (flipped || workers[0].content.kind == Content::kOwn))) {
     return PauseKind::kDrain;
   }
   return wanted;
 }
 
-UpdateKey ReplicaState::WantedPauseUpdate() const {
+UpdateKey ReplicaState::WantedPauseFor() const {
   for (const Holder& holder : holders) {
-    if (holder.kind == Holder::kOperator || holder.kind == Holder::kIsolation) {
+    if (holder.kind != Holder::kUpdate && holder.kind != Holder::kInstall) {
       return 0;
     }
   }
@@ -64,6 +68,7 @@ UpdateKey ReplicaState::WantedPauseUpdate() const {
 
 bool ReplicaState::PausedForAll() const {
   return control && engine == EngineState::kPaused &&
+         (holders.empty() || paused_for == WantedPauseFor()) &&
          (pause != PauseKind::kNone || WantedPause() == PauseKind::kNone);
 }
 
@@ -99,6 +104,8 @@ class Stepper {
         s_.command = 0;
         s_.fenced = false;
         s_.pause = PauseKind::kDrain;
+        s_.swaps = event.swaps;
+        s_.flipped = false;
         // An engine that says it runs is believed. One that says it stands
         // still may be in the middle of a hook, or have failed in one: before
         // anything is written it is asked to pause once more, which costs one
@@ -111,8 +118,9 @@ class Stepper {
           const bool resumed = s_.engine == EngineState::kResuming ||
                                s_.engine == EngineState::kUnresumed;
           s_.engine = EngineState::kRunning;
-          // The answer was lost with the stream.
-          if (resumed) Say(ReplicaAction::kResumedNow);
+          // The answer was lost with the stream. One that swaps has never stood
+          // still: the command itself may be lost, and is given again.
+          if (resumed && !Unflipped()) Say(ReplicaAction::kResumedNow);
         }
         return;
       case ReplicaEvent::kControlLeft:
@@ -124,7 +132,7 @@ class Stepper {
       case ReplicaEvent::kWorkerJoined: {
         ReplicaWorker& worker = s_.workers[event.worker];
         worker.present = true;
-        worker.content = event.content;
+        SetContent(&worker, event.content);
         worker.command = 0;
         worker.attempts = 0;
         worker.first_command = s_.next_command;
@@ -147,7 +155,7 @@ class Stepper {
         if (event.fault.ok()) {
           s_.command = 0;
           s_.engine = EngineState::kPaused;
-          Say(ReplicaAction::kPausedNow);
+          if (s_.PausedForAll()) Say(ReplicaAction::kPausedNow);
         } else {
           PauseFailed(event.fault);
         }
@@ -162,6 +170,7 @@ class Stepper {
           s_.engine = EngineState::kRunning;
           s_.served = s_.workers[0].content;
           s_.served_known = true;
+          s_.flipped = true;
           Say(ReplicaAction::kResumedNow);
         } else {
           ResumeFailed(event.fault);
@@ -213,7 +222,7 @@ class Stepper {
       case ReplicaEvent::kStreaming:
         for (ReplicaWorker& worker : s_.workers) {
           if (!worker.present) continue;
-          worker.content = WorkerContent{Content::kWriting, event.update};
+          SetContent(&worker, WorkerContent{Content::kWriting, event.update});
           worker.command = 0;
           worker.first_command = s_.next_command;
         }
@@ -221,7 +230,7 @@ class Stepper {
       case ReplicaEvent::kContent: {
         ReplicaWorker& worker = s_.workers[event.worker];
         if (!worker.present) return;
-        worker.content = event.content;
+        SetContent(&worker, event.content);
         CheckInstalled();
         return;
       }
@@ -232,6 +241,18 @@ class Stepper {
         Tick();
         return;
     }
+  }
+
+  // It may still generate with what it had before.
+  bool Unflipped() const {
+    return s_.swaps && !s_.flipped &&
+           s_.workers[0].content.kind == Content::kInstalled;
+  }
+
+  void SetContent(ReplicaWorker* worker, const WorkerContent& content) {
+    if (worker->content == content) return;
+    worker->content = content;
+    s_.flipped = false;
   }
 
   void ForgetTarget() {
@@ -245,7 +266,7 @@ class Stepper {
     if (s_.target == 0 || event.update != s_.target) {
       // Of an install that was given up: what it left is the worker's word.
       if (worker.command != 0 && event.command == worker.command) {
-        worker.content = event.content;
+        SetContent(&worker, event.content);
         worker.command = 0;
       }
       return;
@@ -260,13 +281,13 @@ class Stepper {
       // answers later ones without writing.
       if (!current && event.command < worker.first_command) return;
       if (!(event.content == wanted)) return;
-      worker.content = wanted;
+      SetContent(&worker, wanted);
       worker.command = 0;
       CheckInstalled();
       return;
     }
     if (!current) return;
-    worker.content = event.content;
+    SetContent(&worker, event.content);
     worker.command = 0;
     ApplyFailed(event.worker, event.fault);
   }
@@ -287,7 +308,7 @@ class Stepper {
   void DoubtInFlight() {
     for (ReplicaWorker& worker : s_.workers) {
       if (worker.command == 0) continue;
-      worker.content = WorkerContent{Content::kWriting, s_.target};
+      SetContent(&worker, WorkerContent{Content::kWriting, s_.target});
     }
   }
 
@@ -352,7 +373,7 @@ class Stepper {
       worker.command = 0;
       // It may have begun to write since it last said what it holds.
       if (s_.target == 0) continue;
-      worker.content = WorkerContent{Content::kWriting, s_.target};
+      SetContent(&worker, WorkerContent{Content::kWriting, s_.target});
       ApplyFailed(static_cast<int>(i),
                   Fault(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
                         absl::StrCat("worker ", i, " of ", s_.name,
@@ -376,36 +397,40 @@ class Stepper {
                                s_.engine == EngineState::kPausing) &&
                               s_.pause == PauseKind::kNone &&
                               wanted != PauseKind::kNone;
-      // Its node may give up what it was paused for; now it must not.
-      const bool for_others = (s_.engine == EngineState::kPaused ||
-                               s_.engine == EngineState::kPausing) &&
-                              s_.pause_update != 0 && !s_.holders.empty() &&
-                              s_.WantedPauseUpdate() == 0;
-      const bool resumes = s_.engine == EngineState::kResuming ||
-                           s_.engine == EngineState::kUnresumed;
-      if (s_.engine == EngineState::kRunning || resumes || again ||
-          in_earnest || for_others) {
+      // Its node may end the pause of an update by itself, and of no one else.
+      const UpdateKey paused_for = s_.WantedPauseFor();
+      const bool for_another = s_.engine == EngineState::kPaused &&
+                               !in_earnest && !s_.holders.empty() &&
+                               s_.paused_for != paused_for;
+      if (s_.engine == EngineState::kRunning ||
+          s_.engine == EngineState::kResuming ||
+          s_.engine == EngineState::kUnresumed || again || in_earnest ||
+          for_another) {
         // Whoever waits for it to run waits in vain.
-        if (resumes) Say(ReplicaAction::kStillHeld);
+        if (s_.engine == EngineState::kResuming ||
+            s_.engine == EngineState::kUnresumed) {
+          Say(ReplicaAction::kStillHeld);
+        }
         if (s_.engine == EngineState::kRunning) {
           s_.served = s_.workers[0].content;
           s_.served_known = s_.Servable();
         }
         s_.engine = EngineState::kPausing;
-        s_.pause = wanted;
-        s_.pause_update = s_.WantedPauseUpdate();
+        if (!for_another) s_.pause = wanted;
+        s_.paused_for = paused_for;
         s_.deadline = now_ + timeouts_.pause;
         ReplicaAction& action = Command(ReplicaAction::kSendPause);
         s_.command = action.command;
-        action.pause = wanted;
-        action.update = s_.pause_update;
+        action.pause = s_.pause;
+        action.update = paused_for;
+        action.again = for_another;
       }
       if (s_.engine == EngineState::kPaused && s_.target != 0 && !s_.fenced) {
         SendApplies();
       }
       return;
     }
-    if (s_.engine == EngineState::kRunning ||
+    if ((s_.engine == EngineState::kRunning && !Unflipped()) ||
         s_.engine == EngineState::kResuming ||
         (s_.engine == EngineState::kUnresumed && now_ < s_.deadline)) {
       return;

@@ -17,8 +17,7 @@
 //              a failure, at once when it is back
 //   PAUSED     no pause is wanted                  RESUMING   send Resume
 //              target not installed on a worker    PAUSED     send it Apply
-//              an operator holds it too, and it    PAUSING    send Pause
-//              was not told so
+//              it is wanted for somebody else      PAUSING    send Pause
 //   RESUMING   Resumed(command)                    RUNNING    say kResumedNow
 //              Resumed(fault), deadline            UNRESUMED  say kResumeFailed
 //              a pause is wanted                   PAUSING    say kStillHeld,
@@ -33,17 +32,23 @@
 // installed; that it runs) replaces what was believed, and what is still wanted
 // is sent again. One that says it stands still is DOUBTFUL.
 //
-// A Pause names the update that it is for only where updates and installs alone
-// hold the replica: what it names, the replica's node may give up, or finish,
-// by itself while the coordinator is away. When an operator, or its isolation,
-// holds it too, it is told so with another Pause, which names nothing.
-//
 // How it is paused is the holders' wish: the first that wants a real pause
 // decides. PAUSE_NONE asks for none: the engine goes on generating with what it
 // has, its workers build beside, and the Resume makes it flip. It is granted to
-// an engine whose workers agree; one that holds a mix, or is fenced, or is held
-// by somebody else too, is paused in earnest, also when it had been told
-// PAUSE_NONE before.
+// an engine whose workers agree and which has said that it flipped to what they
+// hold; one that holds a mix, or may still generate with the set that would be
+// written to, or is fenced, or is held by somebody else too, is paused in
+// earnest, also when it had been told PAUSE_NONE before. One that swaps is
+// given the Resume again after its stream was lost: whether it flipped is not
+// known.
+//
+// A Pause names the update that it is for, and the node may end it by itself
+// when we are away and the update allows that (daemon/node/away.h). So the node
+// must know for whom it is: an engine that stands PAUSED is asked again, for
+// nobody's update, when an operator's hold is added to an update's; for the
+// update when that hold ends; for the next one when it is held for another. The
+// engine does nothing about it, and only when it has answered is the pause said
+// to be there.
 //
 // A worker that has a command in flight:
 //   Applied(command)                      its own word says what it holds now
@@ -143,9 +148,14 @@ struct ReplicaState {
   std::vector<ReplicaWorker> workers;
 
   EngineState engine = EngineState::kRunning;
-  // How it was asked to pause last, and for which update.
+  // How it was asked to pause last.
   PauseKind pause = PauseKind::kDrain;
-  UpdateKey pause_update = 0;
+  // For which update; 0: for nobody's, only we may end it.
+  UpdateKey paused_for = 0;
+  // It declares atomic_swap, and: it has said, in answer to a Resume, that it
+  // generates with what its workers hold now.
+  bool swaps = false;
+  bool flipped = false;
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
@@ -170,15 +180,14 @@ struct ReplicaState {
   bool HeldBy(const Holder& holder) const;
   // Paused as its holders want it: nobody of theirs finds it generating.
   bool PausedForAll() const;
-  // How its holders want it paused now.
+  // How its holders want it paused now, and for which update.
   PauseKind WantedPause() const;
-  // Which update the Pause is for; 0: none alone.
-  UpdateKey WantedPauseUpdate() const;
+  UpdateKey WantedPauseFor() const;
 };
 
 struct ReplicaEvent {
   enum Kind : uint8_t {
-    // The stream is there (again). `paused`: the engine's own word.
+    // The stream is there (again). `paused`, `swaps`: the engine's own word.
     kControlJoined,
     kControlLeft,
     // `content`: the worker's own word.
@@ -205,6 +214,7 @@ struct ReplicaEvent {
   };
   Kind kind = kTick;
   bool paused = false;
+  bool swaps = false;
   int worker = 0;
   // 0 in kApplied: the answer does not say; taken for the one in flight.
   int64_t command = 0;
@@ -217,7 +227,7 @@ struct ReplicaEvent {
 struct ReplicaAction {
   enum Kind : uint8_t {
     // Commands, with `command`.
-    kSendPause,   // `update`: whose; `pause`
+    kSendPause,   // `update`: whose; `pause`; `again`: it stands paused
     kSendApply,   // `worker`, `update`
     kSendResume,  // `update`: what is installed (0: its own),
                   // `weights_changed`,
@@ -241,6 +251,7 @@ struct ReplicaAction {
   int64_t command = 0;
   UpdateKey update = 0;
   bool weights_changed = false;
+  bool again = false;
   PauseKind pause = PauseKind::kDrain;
   Fault fault;
 };

@@ -16,26 +16,29 @@ AwayAction DecideAway(const AwayReplica& replica) {
   // Somebody else's pause is not ours to end.
   if (replica.offered.empty()) return AwayAction::kNothing;
 
+  bool installed = all_here;
+  bool busy = false;
+  bool alike = true;
+  for (const AwayWorker& worker : replica.workers) {
+    busy = busy || worker.busy;
+    installed = installed && worker.state == AwayWorker::State::kInstalled &&
+                worker.update_id == replica.offered;
+    alike = alike && worker.state == replica.workers[0].state &&
+            worker.update_id == replica.workers[0].update_id;
+  }
+  // Whoever has it whole was told to install it: it is committed.
+  if (installed && !busy) return AwayAction::kResume;
   if (replica.committed) {
     if (!all_here) return AwayAction::kAlarm;
-    bool installed = true;
-    bool busy = false;
-    for (const AwayWorker& worker : replica.workers) {
-      busy = busy || worker.busy;
-      installed = installed && worker.state == AwayWorker::State::kInstalled &&
-                  worker.update_id == replica.offered;
-    }
-    if (installed) return AwayAction::kResume;
     return busy ? AwayAction::kNothing : AwayAction::kApply;
   }
 
   if (replica.away < replica.barrier_timeout) return AwayAction::kNothing;
-  if (!replica.may_refuse || !all_here) return AwayAction::kAlarm;
-  for (const AwayWorker& worker : replica.workers) {
-    // Whatever the old update is, it does not hold it any more.
-    if (worker.state == AwayWorker::State::kWriting || worker.busy) {
-      return AwayAction::kAlarm;
-    }
+  // The old update is what all workers hold, and nothing else: one that is
+  // written to does not hold it any more, and two that differ make a mix.
+  if (!replica.may_refuse || !all_here || busy || !alike ||
+      replica.workers[0].state == AwayWorker::State::kWriting) {
+    return AwayAction::kAlarm;
   }
   return AwayAction::kRefuse;
 }

@@ -50,6 +50,22 @@ TEST(Away, AWorkerThatWasWrittenToIsNeverResumedOnTheOldUpdate) {
   EXPECT_EQ(DecideAway(replica), AwayAction::kAlarm);
 }
 
+TEST(Away, WorkersThatDifferAreNeverResumedAsTheOldUpdate) {
+  AwayReplica replica = Offered();
+  replica.workers = {On("new"), On("old")};
+  EXPECT_EQ(DecideAway(replica), AwayAction::kAlarm);
+  replica.workers = {On("older"), On("old")};
+  EXPECT_EQ(DecideAway(replica), AwayAction::kAlarm);
+}
+
+TEST(Away, WhatAllWorkersHaveIsCommittedWhetherItWasHeardOrNot) {
+  AwayReplica replica = Offered();
+  replica.workers = {On("new"), On("new")};
+  EXPECT_EQ(DecideAway(replica), AwayAction::kResume);
+  replica.workers[1].busy = true;
+  EXPECT_NE(DecideAway(replica), AwayAction::kResume);
+}
+
 TEST(Away, PastTheCommitItFinishesByItself) {
   AwayReplica replica = Offered();
   replica.committed = true;

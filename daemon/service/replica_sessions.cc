@@ -280,7 +280,12 @@ void ReplicaSessions::Pause(const v1::PauseReplicaCommand& command) {
     return;
   }
   control->offer = command;
-  control->commit.Clear();
+  // It may come again, for the same update, when somebody else's hold of the
+  // replica has ended.
+  if (!command.pause().update_id().empty() &&
+      command.pause().update_id() != control->commit.update_id()) {
+    control->commit.Clear();
+  }
   v1::ReplicaCommand relayed;
   *relayed.mutable_pause() = command.pause();
   control->stream->Write(std::move(relayed));
@@ -408,6 +413,8 @@ void ReplicaSessions::Join(Worker* worker) {
   v1::NodeReport report;
   *report.mutable_worker_joined()->mutable_registration() =
       worker->registration;
+  *report.mutable_worker_joined()->mutable_registration()->mutable_installed() =
+      BelievedContent(*worker);
   // It counts for nothing before there is room for what it wants: a replica
   // that was paused for an update would wait, paused, for pages to be made.
   report.mutable_worker_joined()->set_ready(worker->accepted);
@@ -442,6 +449,20 @@ void ReplicaSessions::Join(Worker* worker) {
               }
             });
       });
+}
+
+v1::InstalledState ReplicaSessions::BelievedContent(
+    const Worker& worker) const {
+  const v1::InstalledState& said = worker.registration.installed();
+  const bool writes_nothing =
+      said.state() == v1::InstalledState::STATE_INSTALLED &&
+      said.update_id() == worker.command.update_id();
+  if (worker.command_id.empty() || writes_nothing) return said;
+  v1::InstalledState writing;
+  writing.set_state(v1::InstalledState::STATE_WRITING);
+  writing.set_update_id(worker.command.update_id());
+  writing.set_version(worker.command.version());
+  return writing;
 }
 
 void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
@@ -616,6 +637,8 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
         &installed);
     return;
   }
+  // From here on it may begin to write at any moment.
+  StartApply(worker, command);
   // Plans take their time, and the layout may still be computed: both on the
   // data loop, behind the commands that came before.
   node_.data->Post([this, id = worker->id, command,
@@ -643,8 +666,9 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
 void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
                            const std::shared_ptr<Located>& located) {
   Worker* worker = FindWorker(id);
-  // It has left, and the coordinator was told.
-  if (worker == nullptr) return;
+  // It has left, and the coordinator was told; or it was given another command
+  // meanwhile, or this one's time is over.
+  if (worker == nullptr || worker->command_id != command.command_id()) return;
   absl::Status status = located->status;
   for (const v1::BucketLocation& bucket : located->update.buckets) {
     if (!status.ok()) break;
@@ -655,11 +679,11 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
   if (!status.ok()) {
     LOG(WARNING) << worker->Name() << " cannot apply update "
                  << command.update_id() << ": " << status;
+    EndApply(worker);
     ReportApplyFailure(command, status, &worker->registration.installed());
     return;
   }
   SendPlan(id, *located->plan);
-  StartApply(worker, command);
   worker->pin = std::move(located->update.pin);
   v1::WorkerCommand relayed;
   *relayed.mutable_apply() = MakeApply(command);
@@ -701,7 +725,8 @@ void ReplicaSessions::StartApply(Worker* worker,
                          command.update_id(), " as applied within ",
                          absl::FormatDuration(timeout),
                          "; register again and say what is in its memory"));
-        ReportApplyFailure(command, late, &worker->registration.installed());
+        const v1::InstalledState believed = BelievedContent(*worker);
+        ReportApplyFailure(command, late, &believed);
         EndWorker(id, late);
       });
 }
@@ -907,7 +932,8 @@ AwayReplica ReplicaSessions::LookAt(const Control& control,
     replica.workers.push_back(std::move(w));
   }
   replica.offered = control.offer.pause().update_id();
-  replica.committed = !control.commit.update_id().empty();
+  replica.committed = !control.commit.update_id().empty() &&
+                      control.commit.update_id() == replica.offered;
   replica.may_refuse = control.offer.may_refuse();
   replica.barrier_timeout =
       control.offer.has_barrier_timeout()
@@ -969,7 +995,8 @@ void ReplicaSessions::Act(Control* control, AwayAction action) {
       v1::InstalledState now;
       now.set_state(v1::InstalledState::STATE_INSTALLED);
       now.set_update_id(update_id);
-      now.set_version(control->commit.version());
+      now.set_version(
+          WorkersOf(*control)[0]->registration.installed().version());
       ResumeOwn(control, absl::StrCat("finished/", update_id), now,
                 /*weights_changed=*/true);
       return;

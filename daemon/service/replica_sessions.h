@@ -105,7 +105,8 @@ class ReplicaSessions : private WorkerStreams::Host {
     v1::RegisterWorker registration;
     ArenaOffers offers;
     std::set<std::string> layouts;
-    // The apply that the worker is at; command_id empty: none.
+    // The apply that it was commanded last and has not answered; command_id
+    // empty: none.
     std::string command_id;
     v1::ApplyWorker command;
     // Keeps the bytes where they are until the worker has answered.
@@ -136,6 +137,12 @@ class ReplicaSessions : private WorkerStreams::Host {
   void Accept(Worker* worker, int64_t tensor_bytes);
   void EndControl(uint64_t id, const absl::Status& why);
   void EndWorker(uint64_t id, const absl::Status& why);
+
+  // What a coordinator must take its memory for: its own word, but WRITING as
+  // long as a command is on its way to it or waits there. A coordinator of a
+  // later term may not know of that command, and must not resume the engine
+  // before it has been answered.
+  v1::InstalledState BelievedContent(const Worker& worker) const;
 
   // Sends the worker a token for it, once.
   absl::Status Offer(Worker* worker, const std::string& arena_id);

@@ -301,39 +301,66 @@ absl::StatusOr<v1::Version> TestTrainer::Publish(char value) {
 }
 
 TestReplica::TestReplica(Cluster* cluster, const std::string& node,
-                         const std::string& name, int workers) {
+                         const std::string& name, int workers, bool swap)
+    : TestReplica(cluster, std::vector<std::string>(workers, node), name,
+                  swap) {}
+
+TestReplica::TestReplica(Cluster* cluster,
+                         const std::vector<std::string>& nodes,
+                         const std::string& name, bool swap)
+    : memory_(nodes.size()) {
   const std::string incarnation = client::RandomId();
+  const int workers = static_cast<int>(nodes.size());
   for (int i = 0; i < workers; ++i) {
+    Memory* memory = &memory_[i];
     std::vector<client::Tensor> tensors = Rows(i, workers);
-    memory_.push_back(std::make_unique<std::vector<char>>(
-        demo::PlaceTensors(&tensors, nullptr), 0));
-    demo::PlaceTensors(&tensors, memory_.back()->data());
+    std::vector<client::Tensor> spare;
+    memory->set[0].resize(demo::PlaceTensors(&tensors, nullptr));
+    demo::PlaceTensors(&tensors, memory->set[0].data());
     client::WorkerOptions options;
-    options.address = cluster->address(node);
+    options.address = cluster->address(nodes[i]);
     options.model = "test";
     options.replica = name;
     options.incarnation = incarnation;
     options.worker_index = i;
     options.worker_count = workers;
     options.max_backoff = absl::Milliseconds(500);
-    auto worker = client::Worker::Start(options, tensors);
+    if (swap) {
+      spare = tensors;
+      memory->set[1].resize(memory->set[0].size());
+      demo::PlaceTensors(&spare, memory->set[1].data());
+      options.swap = [this, memory](int set, const std::string&) {
+        absl::MutexLock lock(&mutex_);
+        memory->next = set;
+        return absl::OkStatus();
+      };
+    } else {
+      options.on_writing = [this](const std::string&) {
+        absl::MutexLock lock(&mutex_);
+        written_ = written_ || serving_;
+      };
+    }
+    auto worker = client::Worker::Start(options, tensors, spare);
     EXPECT_TRUE(worker.ok()) << worker.status();
     workers_.push_back(*std::move(worker));
   }
   client::ReplicaOptions options;
-  options.address = cluster->address(node);
+  options.address = cluster->address(nodes[0]);
   options.model = "test";
   options.replica = name;
   options.incarnation = incarnation;
   options.worker_count = workers;
+  options.atomic_swap = swap;
   options.max_backoff = absl::Milliseconds(500);
   client::ReplicaHooks hooks;
   hooks.on_pause =
-      [this](const client::PauseRequest&) -> absl::StatusOr<std::string> {
+      [this](const client::PauseRequest& pause) -> absl::StatusOr<std::string> {
     absl::Duration duration;
     {
       absl::MutexLock lock(&mutex_);
       duration = pause_duration_;
+      ++pauses_;
+      pause_mode_ = pause.mode;
     }
     absl::SleepFor(duration);
     absl::MutexLock lock(&mutex_);
@@ -343,6 +370,7 @@ TestReplica::TestReplica(Cluster* cluster, const std::string& node,
   };
   hooks.on_resume = [this](const client::ResumeInfo&) {
     absl::MutexLock lock(&mutex_);
+    for (Memory& memory : memory_) memory.serving = memory.next;
     if (Value() < 0) mix_ = true;
     serving_ = true;
     ++resumes_;
@@ -364,7 +392,9 @@ int TestReplica::Value() const {
   const int workers = static_cast<int>(memory_.size());
   for (int i = 0; i < workers; ++i) {
     std::vector<client::Tensor> tensors = Rows(i, workers);
-    demo::PlaceTensors(&tensors, memory_[i]->data());
+    const Memory& memory = memory_[i];
+    demo::PlaceTensors(&tensors,
+                       const_cast<char*>(memory.set[memory.serving].data()));
     for (const client::Tensor& tensor : tensors) {
       const char* data = static_cast<const char*>(tensor.data);
       for (int64_t b = 0; b < client::PartBytes(tensor); ++b) {
@@ -385,9 +415,28 @@ bool TestReplica::WaitServes(char value, absl::Duration timeout) {
       timeout);
 }
 
+bool TestReplica::WaitHolds(char value, absl::Duration timeout) {
+  return WaitUntil(
+      [&] {
+        absl::MutexLock lock(&mutex_);
+        return Value() == static_cast<unsigned char>(value);
+      },
+      timeout);
+}
+
+bool TestReplica::serving() const {
+  absl::MutexLock lock(&mutex_);
+  return serving_;
+}
+
 bool TestReplica::SawMix() const {
   absl::MutexLock lock(&mutex_);
   return mix_;
+}
+
+bool TestReplica::SawWriteWhileServing() const {
+  absl::MutexLock lock(&mutex_);
+  return written_;
 }
 
 int TestReplica::resumes() const {
@@ -395,10 +444,25 @@ int TestReplica::resumes() const {
   return resumes_;
 }
 
+int TestReplica::pauses() const {
+  absl::MutexLock lock(&mutex_);
+  return pauses_;
+}
+
+v1::PauseMode TestReplica::last_pause_mode() const {
+  absl::MutexLock lock(&mutex_);
+  return pause_mode_;
+}
+
 void TestReplica::SetPause(absl::Status status, absl::Duration duration) {
   absl::MutexLock lock(&mutex_);
   pause_status_ = std::move(status);
   pause_duration_ = duration;
+}
+
+void TestReplica::Damage() {
+  absl::MutexLock lock(&mutex_);
+  memory_[0].set[memory_[0].serving][4] ^= 1;
 }
 
 }  // namespace e2e

@@ -117,32 +117,57 @@ class TestTrainer {
 // Whenever it is resumed it checks that its memory is of one version.
 class TestReplica {
  public:
+  // With `swap` every worker has a spare set, to which the engine flips when it
+  // is resumed.
   TestReplica(Cluster* cluster, const std::string& node,
-              const std::string& name, int workers = 1);
+              const std::string& name, int workers = 1, bool swap = false);
+  // A worker on each of the nodes, the engine on the first.
+  TestReplica(Cluster* cluster, const std::vector<std::string>& nodes,
+              const std::string& name, bool swap = false);
   ~TestReplica();
 
   // Waits until it serves memory that is all `value`.
   bool WaitServes(char value, absl::Duration timeout = kPatience);
+  // The same, paused or not.
+  bool WaitHolds(char value, absl::Duration timeout = kPatience);
+  bool serving() const;
   // Bytes of two versions were seen while it served.
   bool SawMix() const;
+  // A worker was about to write into what served.
+  bool SawWriteWhileServing() const;
   // Makes pauses fail or last.
   void SetPause(absl::Status status, absl::Duration duration);
+  // Flips one bit of what is served.
+  void Damage();
 
   int resumes() const;
+  int pauses() const;
+  v1::PauseMode last_pause_mode() const;
   client::Worker* worker(int i) { return workers_[i].get(); }
   client::Replica* replica() { return replica_.get(); }
 
  private:
-  // The value of all bytes; -1 for a mix.
-  int Value() const;
+  // The value of all bytes that serve; -1 for a mix.
+  int Value() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+
+  struct Memory {
+    std::vector<char> set[2];  // the second: spare
+    int serving = 0;
+    int next = 0;  // once it is resumed
+  };
 
   mutable absl::Mutex mutex_;
   bool mix_ ABSL_GUARDED_BY(mutex_) = false;
+  bool written_ ABSL_GUARDED_BY(mutex_) = false;
   bool serving_ ABSL_GUARDED_BY(mutex_) = true;
   int resumes_ ABSL_GUARDED_BY(mutex_) = 0;
+  int pauses_ ABSL_GUARDED_BY(mutex_) = 0;
+  v1::PauseMode pause_mode_ ABSL_GUARDED_BY(mutex_) =
+      v1::PAUSE_MODE_UNSPECIFIED;
   absl::Status pause_status_ ABSL_GUARDED_BY(mutex_);
   absl::Duration pause_duration_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::unique_ptr<std::vector<char>>> memory_;
+  // Of each worker.
+  std::vector<Memory> memory_;
   std::vector<std::unique_ptr<client::Worker>> workers_;
   std::unique_ptr<client::Replica> replica_;
 };

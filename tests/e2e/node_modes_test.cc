@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/cc/replica.h"
 #include "client/cc/rpc.h"
@@ -57,7 +58,8 @@ std::vector<client::Tensor> Tensors(char* data) {
 // One engine with `workers` workers, each of which wants everything.
 class Engine {
  public:
-  Engine(const std::string& address, int workers) {
+  Engine(const std::string& address, int workers,
+         const std::function<absl::Status()>& may_write = nullptr) {
     const std::string incarnation = client::RandomId();
     client::ReplicaOptions options;
     options.address = address;
@@ -87,6 +89,7 @@ class Engine {
       worker.incarnation = incarnation;
       worker.worker_index = i;
       worker.worker_count = workers;
+      worker.may_write = may_write;
       auto started = client::Worker::Start(worker, Tensors(&live_[i][0]));
       EXPECT_TRUE(started.ok()) << started.status();
       workers_.push_back(*std::move(started));
@@ -488,6 +491,75 @@ TEST_F(NodeModesTest, PastTheCommitAReplicaFinishesByItself) {
   ASSERT_EQ(engine_->resumes().size(), 1u);
   EXPECT_EQ(engine_->resumes()[0].update_id, "u1");
   EXPECT_TRUE(engine_->resumes()[0].weights_changed);
+}
+
+// A command that the coordinator of the term before gave may still wait in the
+// worker's queue. Its successor, who may not know of it, must not take the
+// memory for what it was: it could resume the engine just before it is written.
+TEST_F(NodeModesTest, AnApplyThatWasRelayedCountsAsWritingUntilItIsAnswered) {
+  StartDaemon();
+  StartTrainer();
+  absl::Notification asked, go_on;
+  engine_ = std::make_unique<Engine>(address(), 1, [&] {
+    if (!asked.HasBeenNotified()) asked.Notify();
+    EXPECT_TRUE(go_on.WaitForNotificationWithTimeout(absl::Seconds(60)));
+    return absl::OkStatus();
+  });
+  Fill(1);
+  const v1::DefineLayout define = Stage("u1", 1);
+  Pause("u1");
+  coordinator_.Send("a",
+                    coordinator_.ApplyOf(define, "r", 0, "u1", 1, "first"));
+  ASSERT_TRUE(asked.WaitForNotificationWithTimeout(absl::Seconds(60)));
+  EXPECT_NE(engine_->worker(0).installed().state(),
+            v1::InstalledState::STATE_WRITING);
+  coordinator_.Leave();
+  coordinator_.Return();
+  const v1::NodeReport joined =
+      coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
+        return r.has_worker_joined() &&
+               r.worker_joined().registration().installed().state() ==
+                   v1::InstalledState::STATE_WRITING;
+      });
+  EXPECT_EQ(joined.worker_joined().registration().installed().update_id(),
+            "u1");
+  go_on.Notify();
+  EXPECT_EQ(WaitApplied("first").installed().state(),
+            v1::InstalledState::STATE_INSTALLED);
+  // Answered: its own word counts again.
+  coordinator_.Leave();
+  coordinator_.Return();
+  coordinator_.WaitFor("a", [](const v1::NodeReport& r) {
+    return r.has_worker_joined() &&
+           r.worker_joined().registration().installed().state() ==
+               v1::InstalledState::STATE_INSTALLED;
+  });
+}
+
+// The coordinator says so when an operator holds a replica beside an update:
+// what the update needs does not end the operator's pause, also where no
+// coordinator is there to remember it.
+TEST_F(NodeModesTest, PastTheCommitAnOperatorsHoldStays) {
+  StartDaemon();
+  StartTrainer();
+  engine_ = std::make_unique<Engine>(address(), 1);
+  Fill(1);
+  const v1::DefineLayout define = Stage("u1", 1);
+  Pause("u1", /*may_refuse=*/true, /*barrier_seconds=*/1);
+  Apply(define, 0, "u1", 1);
+  Pause("");
+  coordinator_.Leave();
+  absl::SleepFor(absl::Seconds(2));
+  EXPECT_TRUE(engine_->replica().paused());
+  coordinator_.Return();
+  coordinator_.Define("models/m", 64 << 10, {"a"});
+  // The operator's hold ends, the update's is still there.
+  Pause("u1");
+  coordinator_.Leave();
+  EXPECT_TRUE(Eventually([&] { return !engine_->replica().paused(); }));
+  ASSERT_EQ(engine_->resumes().size(), 1u);
+  EXPECT_EQ(engine_->resumes()[0].update_id, "u1");
+  EXPECT_EQ(engine_->resumes()[0].version, 1);
 }
 
 TEST_F(NodeModesTest, AnIsolatedReplicaIsPausedWhereItWasToldSo) {

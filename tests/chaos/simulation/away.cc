@@ -47,7 +47,8 @@ void World::CheckAway(int index) {
       replica.workers.push_back(seen);
     }
     replica.offered = engine.offer.pause().update_id();
-    replica.committed = engine.commit != nullptr;
+    replica.committed = engine.commit != nullptr &&
+                        engine.commit->update_id() == replica.offered;
     replica.may_refuse = engine.offer.may_refuse();
     replica.barrier_timeout = options_.barrier_timeout;
     replica.grace = options_.node_reconnect_grace;

@@ -316,6 +316,16 @@ void World::EndWorker(int index, int w, bool client_sees) {
      });
 }
 
+Memory World::Believed(const Worker& worker) {
+  Memory believed = worker.told;
+  if (!worker.command_id.empty() &&
+      !(believed == Memory{Memory::kInstalled, worker.command_update, 0})) {
+    believed.kind = Memory::kWriting;
+    believed.update_id = worker.command_update;
+  }
+  return believed;
+}
+
 void World::JoinWorker(int index, int w) {
   const Engine& engine = engines_[index];
   const Worker& worker = engine.workers[w];
@@ -329,13 +339,7 @@ void World::JoinWorker(int index, int w) {
   r->set_worker_index(w);
   r->set_worker_count(static_cast<int>(engine.workers.size()));
   r->set_incarnation(engine.incarnation);
-  // An Apply that has not been answered may be about to write.
-  Memory said = worker.told;
-  if (!worker.command_id.empty()) {
-    said.kind = Memory::kWriting;
-    said.update_id = worker.command_update;
-  }
-  *r->mutable_installed() = ToProto(said);
+  *r->mutable_installed() = ToProto(Believed(worker));
   v1::WantedTensor* tensor = r->add_tensors();
   tensor->set_name("w");
   tensor->set_dtype(v1::DTYPE_BF16);

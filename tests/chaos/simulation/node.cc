@@ -308,7 +308,10 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
         Report(index, std::move(report));
         return;
       }
-      engine.commit = nullptr;
+      if (!pause || (!relayed.update_id.empty() && engine.commit != nullptr &&
+                     engine.commit->update_id() != relayed.update_id)) {
+        engine.commit = nullptr;
+      }
       if (pause) {
         engine.offer = command.pause_replica();
       } else {
@@ -632,17 +635,22 @@ void World::OnApply(int index, const Apply& apply) {
       !atomic_swap_) {
     return ApplyRefused(*apply, "REPLICA_RUNNING", &worker.told);
   }
+  // From here on it may begin to write at any moment.
+  worker.command_id = apply->command_id();
+  worker.command_update = apply->update_id();
   // The plan is made and the bytes are looked up behind other commands.
   By(&nodes_[index], LocalDelay(&nodes_[index].last_data),
      [this, index, e, w, apply, generation = worker.generation] {
        Worker& worker = engines_[e].workers[w];
-       if (!worker.open || worker.generation != generation) return;
+       if (!worker.open || worker.generation != generation ||
+           worker.command_id != apply->command_id()) {
+         return;
+       }
        auto update = nodes_[index].updates.find(apply->update_id());
        if (update == nodes_[index].updates.end() || !update->second.whole) {
+         worker.command_id.clear();
          return ApplyRefused(*apply, "UPDATE_UNKNOWN", &worker.told);
        }
-       worker.command_id = apply->command_id();
-       worker.command_update = apply->update_id();
        Send(e, w, generation, Job{Job::kApply, apply});
        By(&nodes_[index], absl::ToInt64Microseconds(options_.apply_timeout),
           [this, e, w, apply, generation] {
@@ -651,7 +659,8 @@ void World::OnApply(int index, const Apply& apply) {
                 worker.command_id != apply->command_id()) {
               return;
             }
-            ApplyRefused(*apply, "APPLY_TIMEOUT", &worker.told);
+            const Memory believed = Believed(worker);
+            ApplyRefused(*apply, "APPLY_TIMEOUT", &believed);
             EndWorker(e, w, /*client_sees=*/true);
           });
      });

@@ -329,6 +329,9 @@ class World {
   // The engine may take a step: it is looked at.
   void Serve(int engine);
   static v1::InstalledState ToProto(const Memory& memory);
+  // A node's word for a worker: its own, but WRITING while an Apply that it has
+  // not answered may be about to write.
+  static Memory Believed(const Worker& worker);
 
   // ---- streams.cc: STREAM and IN_PLACE on nodes and workers ----
   void BeginStream(int node, const v1::MoveUpdate& move);
