@@ -794,6 +794,18 @@ TEST_F(PublishBookTest, ACallThatWaitsIsToldWhenAnEarlierTermGotFurther) {
   EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 11);
 }
 
+TEST_F(PublishBookTest, ACallThatWaitsIsToldWhenAnEarlierTermGotJustAsFar) {
+  PublishBook later;
+  later.RankClaimed(0, 0);
+  PublishCall call;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 1);
+  EXPECT_TRUE(later.RankClaimed(1, 1).has_value());
+  EXPECT_EQ(later.pending(), nullptr);
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 2);
+  call.rank = 1;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 2);
+}
+
 TEST_F(PublishBookTest, AnAbortedNumberOnlyWhileItIsTheFloor) {
   Call(0, 5);
   book_.Open("a");

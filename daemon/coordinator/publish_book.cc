@@ -47,12 +47,12 @@ void PublishBook::Recover(int64_t floor, int64_t index,
 absl::optional<Publish> PublishBook::RankClaimed(int32_t rank,
                                                  int64_t last_index) {
   absl::optional<Publish> failed;
+  // An earlier term numbered publishes that never became updates. Nobody was
+  // told the number of one that waits here.
+  if (pending() != nullptr && last_index >= newest_index_) {
+    failed = Expire(absl::InfinitePast(), ForgottenFault(newest_index_), true);
+  }
   if (last_index > newest_index_) {
-    // An earlier term numbered publishes that never became updates.
-    if (pending() != nullptr) {
-      const int64_t index = publishes_.back().index;
-      failed = Expire(absl::InfinitePast(), ForgottenFault(index), true);
-    }
     publishes_.clear();
     newest_index_ = last_index;
   }
