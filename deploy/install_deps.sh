@@ -39,6 +39,8 @@ readonly PACKAGES=(
   iproute2
   nftables
   procps
+  # Tests: the model of the protocol.
+  spin
   # The Python client.
   python3-dev
   python3-numpy

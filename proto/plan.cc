@@ -1,6 +1,6 @@
 #include "proto/plan.h"
 
-#include <cmath>
+#include <algorithm>
 #include <string>
 
 #include "absl/status/status.h"
@@ -14,9 +14,16 @@ namespace weightsync {
 
 namespace {
 
+// The longest that google.protobuf.Duration allows: 10,000 years.
+constexpr absl::Duration kLongest = absl::Seconds(315576000000);
+// Slower than 1 Mbit/s and faster than 1 Pbit/s are slips of units; and what is
+// left cannot take the arithmetic out of its range.
+constexpr double kLeastRate = 1e-3;
+constexpr double kMostRate = 1e6;
+
 google::protobuf::Duration DurationProto(double seconds) {
   google::protobuf::Duration out;
-  const absl::Duration duration = absl::Seconds(seconds);
+  const absl::Duration duration = std::min(absl::Seconds(seconds), kLongest);
   out.set_seconds(absl::ToInt64Seconds(duration));
   out.set_nanos(static_cast<int32_t>(
       absl::ToInt64Nanoseconds(duration - absl::Seconds(out.seconds()))));
@@ -25,6 +32,20 @@ google::protobuf::Duration DurationProto(double seconds) {
 
 // Counts of which 0 means one.
 int OrOne(int32_t count) { return count == 0 ? 1 : count; }
+
+// Sets *rate to value x unit, where it is given.
+absl::Status ReadRate(const char* name, double value, double unit,
+                      double* rate) {
+  if (value == 0) return absl::OkStatus();
+  if (!(value >= kLeastRate && value <= kMostRate)) {
+    return schedule::InvalidPlan(
+        schedule::kInvalidRate,
+        absl::StrCat(name, " is ", value, "; it must be between ", kLeastRate,
+                     " and ", kMostRate));
+  }
+  *rate = value * unit;
+  return absl::OkStatus();
+}
 
 }  // namespace
 
@@ -97,12 +118,12 @@ absl::StatusOr<schedule::PlanReport> PlanOfSpec(
   request.training_ep = OrOne(spec.training_ep());
   request.inference_ep = OrOne(spec.inference_ep());
   if (spec.gpus_per_node() != 0) request.gpus_per_node = spec.gpus_per_node();
-  if (spec.link_gbps() != 0) {
-    request.rates.link = spec.link_gbps() * 1e9 / 8;
-  }
-  if (spec.copy_gbytes_per_second() != 0) {
-    request.rates.copy = spec.copy_gbytes_per_second() * 1e9;
-  }
+  absl::Status ok =
+      ReadRate("link_gbps", spec.link_gbps(), 1e9 / 8, &request.rates.link);
+  if (!ok.ok()) return ok;
+  ok = ReadRate("copy_gbytes_per_second", spec.copy_gbytes_per_second(), 1e9,
+                &request.rates.copy);
+  if (!ok.ok()) return ok;
   request.workers.assign(workers.begin(), workers.end());
   return schedule::DescribePlan(request);
 }

@@ -68,40 +68,64 @@ absl::StatusOr<PolicyPlan> PlanPolicy(Policy policy, const PlanCluster& cluster,
   return plan;
 }
 
+namespace {
+
+// Whether a policy can be had at all, which its counts say.
+absl::Status CheckPolicy(Policy policy, const PlanCluster& cluster) {
+  if (policy != Policy::kSharded && cluster.rank_nodes.empty()) {
+    return InvalidPlan(kInvalidCount, "there is no rank that could send");
+  }
+  if (policy == Policy::kPaired) return CheckPaired(cluster.counts);
+  if (policy == Policy::kBroadcast) {
+    return ScheduleBroadcast(cluster.counts, cluster.stages).status();
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<ChosenPlan> ChoosePlan(Policy policy, const PlanCluster& cluster,
                                       const UpdateLayout& layout,
-                                      const Rates& rates, double good_enough) {
-  std::vector<Policy> policies = {policy};
-  if (policy == Policy::kAuto) {
-    policies = {Policy::kSharded, Policy::kPaired, Policy::kBroadcast};
-  }
+                                      const Rates& rates, int64_t weigh_up_to) {
   ChosenPlan chosen;
-  absl::Status refused;
-  bool found = false;
-  for (Policy candidate : policies) {
+  if (policy != Policy::kAuto) {
     absl::StatusOr<PolicyPlan> plan =
-        PlanPolicy(candidate, cluster, layout, rates);
+        PlanPolicy(policy, cluster, layout, rates);
+    if (!plan.ok()) return plan.status();
+    chosen.plan = *std::move(plan);
+    chosen.policies.push_back(
+        PolicyReport{policy, chosen.plan.cost.total_seconds, false, {}});
+    return chosen;
+  }
+  absl::StatusOr<PolicyPlan> sharded =
+      PlanPolicy(Policy::kSharded, cluster, layout, rates);
+  if (!sharded.ok()) return sharded.status();
+  chosen.plan = *std::move(sharded);
+  const double least = chosen.plan.cost.least_total_seconds;
+  chosen.policies.push_back(PolicyReport{
+      Policy::kSharded, chosen.plan.cost.total_seconds, false, {}});
+  const bool small = ArrivalCount(layout) <= weigh_up_to;
+  for (Policy candidate : {Policy::kPaired, Policy::kBroadcast}) {
     PolicyReport report;
     report.policy = candidate;
-    report.status = plan.status();
-    if (plan.ok()) {
-      report.total_seconds = plan->cost.total_seconds;
-    } else if (refused.ok()) {
-      refused = plan.status();
+    report.status = CheckPolicy(candidate, cluster);
+    const auto wins = [&chosen](double seconds) {
+      return seconds * kWorthChanging < chosen.plan.cost.total_seconds;
+    };
+    if (report.status.ok() && !small && !wins(least)) {
+      report.total_seconds = least;
+      report.at_least = true;
+    } else if (report.status.ok()) {
+      absl::StatusOr<PolicyPlan> plan =
+          PlanPolicy(candidate, cluster, layout, rates);
+      report.status = plan.status();
+      if (plan.ok()) {
+        report.total_seconds = plan->cost.total_seconds;
+        if (wins(report.total_seconds)) chosen.plan = *std::move(plan);
+      }
     }
     chosen.policies.push_back(std::move(report));
-    if (plan.ok() && (!found || plan->cost.total_seconds * kWorthChanging <
-                                    chosen.plan.cost.total_seconds)) {
-      chosen.plan = *std::move(plan);
-      found = true;
-    }
-    const CostEstimate& cost = chosen.plan.cost;
-    if (found && good_enough > 0 &&
-        cost.transfer_seconds <= good_enough * cost.lower_bound_seconds) {
-      break;
-    }
   }
-  if (!found) return refused;
   return chosen;
 }
 

@@ -53,6 +53,9 @@ struct PolicyPlan {
 struct PolicyReport {
   Policy policy = Policy::kSharded;
   double total_seconds = 0;
+  // total_seconds is what it would take at least. The policy was not planned:
+  // it cannot be cheaper enough to be taken.
+  bool at_least = false;
   absl::Status status;
 };
 
@@ -73,13 +76,20 @@ absl::StatusOr<PolicyPlan> PlanPolicy(Policy policy, const PlanCluster& cluster,
 // failures.
 inline constexpr double kWorthChanging = 1.05;
 
+// Under kAuto: how many arrivals (see ArrivalCount) a plan may have for policies
+// to be weighed that cannot win, for people to see what they would take. It
+// takes milliseconds.
+inline constexpr int64_t kWeighedForPeople = 1 << 14;
+
 // The same for the cheapest when kAuto is asked for; see kWorthChanging. Under
-// kAuto the others are not weighed when SHARDED's transfer takes at most
-// `good_enough` x the lower bound; 0: they always are.
+// kAuto policies that cannot be had are left out, and those that could not win
+// if they reached the transfer's lower bound are only bounded, not planned,
+// where there are more than `weigh_up_to` arrivals. PLAN_TOO_LARGE of SHARDED is
+// an error under kAuto, too: the others would not be chosen for their merits.
 absl::StatusOr<ChosenPlan> ChoosePlan(Policy policy, const PlanCluster& cluster,
                                       const UpdateLayout& layout,
                                       const Rates& rates,
-                                      double good_enough = 0);
+                                      int64_t weigh_up_to = kWeighedForPeople);
 
 // Of the layout, the policy and all flows.
 uint64_t PlanDigest(const PolicyPlan& plan, const UpdateLayout& layout);

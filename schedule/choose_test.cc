@@ -3,6 +3,7 @@
 
 #include "schedule/choose.h"
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <set>
@@ -137,26 +138,54 @@ TEST(PlanPolicyTest, ThousandsOfMixedClusters) {
   }
 }
 
-TEST(ChoosePlanTest, AutoTakesTheCheapestAndShardedWhenItIsGoodEnough) {
+TEST(ChoosePlanTest, BoundingInsteadOfPlanningNeverChangesTheChoice) {
   std::mt19937 random(11);
-  for (int i = 0; i < 200; ++i) {
-    const Planned planned = Random(&random, 4, 4, 4);
-    const auto all =
-        ChoosePlan(Policy::kAuto, planned.cluster, planned.layout, Rates());
+  int bounded = 0;
+  int others = 0;
+  for (int i = 0; i < 400; ++i) {
+    const Planned planned =
+        Random(&random, 1 + random() % 8, 4, 1 + random() % 12);
+    // Latencies that matter, and such that do not.
+    Rates rates;
+    if (i % 2 == 0) rates.hop_latency = 1e-3;
+    if (i % 3 == 0) rates.link = 1e5;
+    const auto all = ChoosePlan(Policy::kAuto, planned.cluster, planned.layout,
+                                rates, 1 << 20);
     ASSERT_TRUE(all.ok()) << all.status();
+    const auto few =
+        ChoosePlan(Policy::kAuto, planned.cluster, planned.layout, rates, 0);
+    ASSERT_TRUE(few.ok()) << few.status();
     ASSERT_EQ(all->policies.size(), 3u);
-    for (const PolicyReport& other : all->policies) {
-      EXPECT_GE(other.total_seconds * kWorthChanging,
+    ASSERT_EQ(few->policies.size(), 3u);
+    EXPECT_EQ(all->plan.policy, few->plan.policy);
+    others += few->plan.policy != Policy::kSharded;
+    for (int p = 0; p < 3; ++p) {
+      EXPECT_FALSE(all->policies[p].at_least);
+      EXPECT_GE(all->policies[p].total_seconds * kWorthChanging,
                 all->plan.cost.total_seconds);
+      if (few->policies[p].at_least) {
+        ++bounded;
+        EXPECT_LE(few->policies[p].total_seconds,
+                  all->policies[p].total_seconds);
+      }
     }
-    // No transfer is infinitely worse than its bound: SHARDED will do.
-    const auto one = ChoosePlan(Policy::kAuto, planned.cluster, planned.layout,
-                                Rates(), 1e9);
-    ASSERT_TRUE(one.ok()) << one.status();
-    EXPECT_EQ(one->plan.policy, Policy::kSharded);
-    if (one->plan.cost.lower_bound_seconds > 0) {
-      EXPECT_EQ(one->policies.size(), 1u);
-    }
+  }
+  EXPECT_GT(bounded, 100);
+  EXPECT_GT(others, 10);
+}
+
+TEST(ChoosePlanTest, WhatCannotBeHadIsLeftOutAndSaysWhy) {
+  std::mt19937 random(3);
+  Planned planned = Random(&random, 4, 2, 5);
+  planned.cluster.counts.sharding = TrainingSharding::kZero3;
+  planned.cluster.stages = 3;  // which do not divide two ranks
+  for (int64_t weigh_up_to : {0, 1 << 20}) {
+    const auto chosen = ChoosePlan(Policy::kAuto, planned.cluster,
+                                   planned.layout, Rates(), weigh_up_to);
+    ASSERT_TRUE(chosen.ok()) << chosen.status();
+    EXPECT_EQ(chosen->plan.policy, Policy::kSharded);
+    EXPECT_EQ(ReasonOf(chosen->policies[1].status), "TOO_FEW_TRAINERS");
+    EXPECT_EQ(ReasonOf(chosen->policies[2].status), "INVALID_COUNT");
   }
 }
 
@@ -189,11 +218,22 @@ TEST(ChoosePlanTest, TheCostOfEveryPolicyIsThatOfTheSimulation) {
     const auto plan =
         PlanPolicy(policy, planned.cluster, planned.layout, rates);
     ASSERT_TRUE(plan.ok()) << plan.status();
+    // Gathering and sending share their links.
+    std::vector<Flow> flows = plan->flows.gather;
+    flows.insert(flows.end(), plan->flows.flows.begin(),
+                 plan->flows.flows.end());
     const auto simulated =
-        SimulateTransfer(plan->flows.flows, planned.cluster.nodes, rates);
+        SimulateTransfer(flows, planned.cluster.nodes, rates);
     ASSERT_TRUE(simulated.ok()) << simulated.status();
     EXPECT_NEAR(plan->cost.transfer_seconds / simulated->seconds, 1, 0.1)
         << PolicyName(policy);
+    EXPECT_EQ(plan->cost.gather_seconds > 0, policy != Policy::kSharded);
+    EXPECT_LE(plan->cost.gather_seconds, plan->cost.transfer_seconds);
+    // Copies out run beside; the pause follows.
+    EXPECT_DOUBLE_EQ(plan->cost.total_seconds,
+                     std::max(plan->cost.snapshot_seconds,
+                              plan->cost.transfer_seconds) +
+                         rates.control_latency + plan->cost.pause_seconds);
     if (plan->flows.gather.empty()) continue;
     const auto gathered =
         SimulateTransfer(plan->flows.gather, planned.cluster.nodes, rates);

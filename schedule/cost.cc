@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "schedule/error.h"
 
@@ -16,12 +17,13 @@ namespace {
 // Keeps the busiest of all resources that it is shown.
 class Busiest {
  public:
-  void Show(double bytes, double rate, const std::string& name) {
+  template <typename Name>
+  void Show(double bytes, double rate, Name name) {
     if (rate <= 0 || bytes <= 0) return;
     const double seconds = bytes / rate;
     if (seconds > seconds_) {
       seconds_ = seconds;
-      name_ = name;
+      name_ = name();
     }
   }
   double seconds() const { return seconds_; }
@@ -70,73 +72,117 @@ double LinkOf(const Rates& rates, int32_t node) {
   return rates.node_links.empty() ? rates.link : rates.node_links[node];
 }
 
+namespace {
+
+// What flows put on links, racks, zones and hosts.
+class Traffic {
+ public:
+  Traffic(absl::Span<const NodeLabels> nodes, const Rates& rates)
+      : nodes_(nodes),
+        rates_(rates),
+        out_bytes_(nodes.size(), 0),
+        in_bytes_(nodes.size(), 0) {}
+
+  void Add(absl::Span<const Flow> flows) {
+    const bool uplinks = rates_.rack_uplink > 0 || rates_.zone_uplink > 0;
+    double fill = 0;
+    for (const Flow& flow : flows) {
+      int32_t from = flow.source_node;
+      double first_frame = 0;
+      const double frame =
+          static_cast<double>(std::min(rates_.frame_bytes, flow.bytes));
+      const auto bytes = static_cast<double>(flow.bytes);
+      for (int32_t to : flow.chain) {
+        out_bytes_[from] += flow.bytes;
+        in_bytes_[to] += flow.bytes;
+        const NodeLabels& a = nodes_[from];
+        const NodeLabels& b = nodes_[to];
+        if (uplinks && (a.zone != b.zone || a.rack != b.rack)) {
+          racks_[{a.zone, a.rack}].first += bytes;
+          racks_[{b.zone, b.rack}].second += bytes;
+          if (a.zone != b.zone) {
+            zones_[a.zone].first += bytes;
+            zones_[b.zone].second += bytes;
+          }
+        }
+        if (rates_.host_hops > 0) {
+          hosts_[a.host.empty() ? NodeName(nodes_, from) : a.host] += bytes / 2;
+          hosts_[b.host.empty() ? NodeName(nodes_, to) : b.host] += bytes / 2;
+        }
+        // The last byte needs one frame's time at every hop after the first.
+        if (from != flow.source_node) {
+          first_frame +=
+              frame / std::min(LinkOf(rates_, from), LinkOf(rates_, to));
+        }
+        first_frame += rates_.hop_latency;
+        from = to;
+      }
+      fill = std::max(fill, first_frame);
+    }
+    // What is handed on after another Add's flows fills their chains first.
+    fill_ += fill;
+  }
+
+  // Seconds until all of it has arrived, and what they are spent on.
+  double Seconds(std::string* bound_by) const {
+    Busiest busiest;
+    for (size_t n = 0; n < nodes_.size(); ++n) {
+      const double link = LinkOf(rates_, static_cast<int32_t>(n));
+      busiest.Show(static_cast<double>(out_bytes_[n]), link,
+                   [&] { return "link out of " + NodeName(nodes_, n); });
+      busiest.Show(static_cast<double>(in_bytes_[n]), link,
+                   [&] { return "link into " + NodeName(nodes_, n); });
+    }
+    for (const auto& rack : racks_) {
+      busiest.Show(std::max(rack.second.first, rack.second.second),
+                   rates_.rack_uplink,
+                   [&] { return "uplink of rack " + rack.first.second; });
+    }
+    for (const auto& zone : zones_) {
+      busiest.Show(std::max(zone.second.first, zone.second.second),
+                   rates_.zone_uplink,
+                   [&] { return "uplink of zone " + zone.first; });
+    }
+    for (const auto& host : hosts_) {
+      busiest.Show(host.second, rates_.host_hops,
+                   [&] { return "processors of " + host.first; });
+    }
+    *bound_by = fill_ > busiest.seconds() ? "latency" : busiest.name();
+    return busiest.seconds() + fill_;
+  }
+
+  int64_t out_bytes(size_t node) const { return out_bytes_[node]; }
+  int64_t in_bytes(size_t node) const { return in_bytes_[node]; }
+
+ private:
+  const absl::Span<const NodeLabels> nodes_;
+  const Rates& rates_;
+  std::vector<int64_t> out_bytes_;
+  std::vector<int64_t> in_bytes_;
+  // (out, in)
+  std::map<std::pair<std::string, std::string>, std::pair<double, double>>
+      racks_;
+  std::map<std::string, std::pair<double, double>> zones_;
+  std::map<std::string, double> hosts_;
+  double fill_ = 0;
+};
+
+}  // namespace
+
 void EstimateTransfer(absl::Span<const Flow> flows,
                       absl::Span<const NodeLabels> nodes, const Rates& rates,
-                      CostEstimate* cost) {
-  std::map<std::pair<std::string, std::string>, std::pair<double, double>>
-      racks;
-  std::map<std::string, std::pair<double, double>> zones;
-  std::map<std::string, double> hosts;
-  const bool uplinks = rates.rack_uplink > 0 || rates.zone_uplink > 0;
-  double fill = 0;
-  for (const Flow& flow : flows) {
-    int32_t from = flow.source_node;
-    double first_frame = 0;
-    const double frame =
-        static_cast<double>(std::min(rates.frame_bytes, flow.bytes));
-    for (int32_t to : flow.chain) {
-      cost->nodes[from].out_bytes += flow.bytes;
-      cost->nodes[to].in_bytes += flow.bytes;
-      cost->wire_bytes += flow.bytes;
-      const auto bytes = static_cast<double>(flow.bytes);
-      const NodeLabels& a = nodes[from];
-      const NodeLabels& b = nodes[to];
-      if (uplinks && (a.zone != b.zone || a.rack != b.rack)) {
-        racks[{a.zone, a.rack}].first += bytes;
-        racks[{b.zone, b.rack}].second += bytes;
-        if (a.zone != b.zone) {
-          zones[a.zone].first += bytes;
-          zones[b.zone].second += bytes;
-        }
-      }
-      if (rates.host_hops > 0) {
-        hosts[a.host.empty() ? NodeName(nodes, from) : a.host] += bytes / 2;
-        hosts[b.host.empty() ? NodeName(nodes, to) : b.host] += bytes / 2;
-      }
-      // The last byte needs one frame's time at every hop after the first.
-      if (from != flow.source_node) {
-        first_frame += frame / std::min(LinkOf(rates, from), LinkOf(rates, to));
-      }
-      first_frame += rates.hop_latency;
-      from = to;
-    }
-    fill = std::max(fill, first_frame);
-  }
-  Busiest busiest;
+                      CostEstimate* cost, absl::Span<const Flow> gather) {
+  Traffic traffic(nodes, rates);
+  traffic.Add(gather);
+  std::string ignored;
+  if (!gather.empty()) cost->gather_seconds = traffic.Seconds(&ignored);
+  traffic.Add(flows);
+  cost->transfer_seconds = traffic.Seconds(&cost->bound_by);
   for (size_t n = 0; n < nodes.size(); ++n) {
-    const double link = LinkOf(rates, static_cast<int32_t>(n));
-    const std::string name = NodeName(nodes, n);
-    busiest.Show(static_cast<double>(cost->nodes[n].out_bytes), link,
-                 absl::StrCat("link out of ", name));
-    busiest.Show(static_cast<double>(cost->nodes[n].in_bytes), link,
-                 absl::StrCat("link into ", name));
+    cost->nodes[n].out_bytes += traffic.out_bytes(n);
+    cost->nodes[n].in_bytes += traffic.in_bytes(n);
+    cost->wire_bytes += traffic.in_bytes(n);
   }
-  for (const auto& rack : racks) {
-    busiest.Show(std::max(rack.second.first, rack.second.second),
-                 rates.rack_uplink,
-                 absl::StrCat("uplink of rack ", rack.first.second));
-  }
-  for (const auto& zone : zones) {
-    busiest.Show(std::max(zone.second.first, zone.second.second),
-                 rates.zone_uplink,
-                 absl::StrCat("uplink of zone ", zone.first));
-  }
-  for (const auto& host : hosts) {
-    busiest.Show(host.second, rates.host_hops,
-                 absl::StrCat("processors of ", host.first));
-  }
-  cost->transfer_seconds = busiest.seconds() + fill;
-  cost->bound_by = fill > busiest.seconds() ? "latency" : busiest.name();
 }
 
 namespace {
@@ -146,17 +192,19 @@ namespace {
 std::vector<int64_t> SnapshotBesides(const UpdateLayout& layout,
                                      absl::Span<const Flow> flows,
                                      size_t node_count) {
-  std::vector<int64_t> bytes(node_count, 0);
-  std::vector<std::vector<bool>> seen(node_count);
+  std::vector<std::pair<int32_t, uint32_t>> sent;  // node, bucket
   for (const Flow& flow : flows) {
-    std::vector<bool>& mine = seen[flow.source_node];
     for (uint32_t b : flow.buckets) {
-      const Bucket& bucket = layout.bucket(b);
-      if (bucket.source_node == flow.source_node) continue;
-      if (mine.empty()) mine.assign(layout.bucket_count(), false);
-      if (!mine[b]) bytes[flow.source_node] += bucket.bytes;
-      mine[b] = true;
+      if (layout.bucket(b).source_node != flow.source_node) {
+        sent.emplace_back(flow.source_node, b);
+      }
     }
+  }
+  std::sort(sent.begin(), sent.end());
+  sent.erase(std::unique(sent.begin(), sent.end()), sent.end());
+  std::vector<int64_t> bytes(node_count, 0);
+  for (const auto& one : sent) {
+    bytes[one.first] += layout.bucket(one.second).bytes;
   }
   return bytes;
 }
@@ -176,24 +224,27 @@ MustMove FindMustMove(const UpdateLayout& layout, size_t node_count) {
   must.needed.assign(node_count, 0);
   const size_t class_count = layout.classes.size();
   std::vector<int64_t> class_bytes(class_count, 0);
-  std::vector<std::vector<int64_t>> own(class_count);  // per class, per node
+  // (class, node) -> what the node owns of the class
+  absl::flat_hash_map<std::pair<int32_t, int32_t>, int64_t> own;
   for (const Bucket& bucket : layout.table->buckets) {
     class_bytes[bucket.need_class] += bucket.bytes;
-    std::vector<int64_t>& made = own[bucket.need_class];
-    if (made.empty()) made.assign(node_count, 0);
-    made[bucket.source_node] += bucket.bytes;
+    own[{bucket.need_class, bucket.source_node}] += bucket.bytes;
   }
   for (size_t c = 0; c < class_count; ++c) {
-    const std::vector<int32_t>& members = layout.classes[c];
-    if (class_bytes[c] == 0 || members.empty()) continue;
-    for (int32_t node : members) {
-      must.enter[node] += static_cast<double>(class_bytes[c] - own[c][node]);
+    if (class_bytes[c] == 0) continue;
+    for (int32_t node : layout.classes[c]) {
+      must.enter[node] += static_cast<double>(class_bytes[c]);
       must.needed[node] += class_bytes[c];
     }
-    for (size_t n = 0; n < node_count; ++n) {
-      const bool alone =
-          members.size() == 1 && members[0] == static_cast<int32_t>(n);
-      if (!alone) must.leave[n] += static_cast<double>(own[c][n]);
+  }
+  for (const auto& made : own) {
+    const std::vector<int32_t>& members = layout.classes[made.first.first];
+    const int32_t node = made.first.second;
+    if (members.empty()) continue;
+    const bool needs = std::binary_search(members.begin(), members.end(), node);
+    if (needs) must.enter[node] -= static_cast<double>(made.second);
+    if (!needs || members.size() > 1) {
+      must.leave[node] += static_cast<double>(made.second);
     }
   }
   // What has several holders could leave another one, but some one it must.
@@ -226,12 +277,7 @@ absl::StatusOr<CostEstimate> EstimateCost(const UpdateLayout& layout,
   if (!ok.ok()) return ok;
   CostEstimate cost;
   cost.nodes.resize(nodes.size());
-  EstimateTransfer(flows, nodes, rates, &cost);
-  CostEstimate gathered;
-  gathered.nodes.resize(nodes.size());
-  EstimateTransfer(gather, nodes, rates, &gathered);
-  cost.gather_seconds = gathered.transfer_seconds;
-  cost.wire_bytes += gathered.wire_bytes;
+  EstimateTransfer(flows, nodes, rates, &cost, gather);
 
   std::vector<int64_t> besides(nodes.size(), 0);
   if (gather.empty()) besides = SnapshotBesides(layout, flows, nodes.size());
@@ -239,15 +285,14 @@ absl::StatusOr<CostEstimate> EstimateCost(const UpdateLayout& layout,
     cost.nodes[bucket.source_node].snapshot_bytes += bucket.bytes;
   }
   const MustMove must = FindMustMove(layout, nodes.size());
+  double owned = 0;
   double snapshot = 0;
   double apply = 0;
   for (size_t n = 0; n < nodes.size(); ++n) {
     NodeCost& node = cost.nodes[n];
+    owned = std::max(owned, static_cast<double>(node.snapshot_bytes));
     node.snapshot_bytes += besides[n];
-    node.staging_bytes =
-        node.snapshot_bytes + node.in_bytes + gathered.nodes[n].in_bytes;
-    node.out_bytes += gathered.nodes[n].out_bytes;
-    node.in_bytes += gathered.nodes[n].in_bytes;
+    node.staging_bytes = node.snapshot_bytes + node.in_bytes;
     node.apply_bytes = apply_bytes.empty() ? must.needed[n] : apply_bytes[n];
     const double link = LinkOf(rates, static_cast<int32_t>(n));
     cost.lower_bound_seconds = std::max(
@@ -262,9 +307,12 @@ absl::StatusOr<CostEstimate> EstimateCost(const UpdateLayout& layout,
   cost.apply_seconds =
       apply / (rates.apply_copy > 0 ? rates.apply_copy : CopyRate(rates));
   cost.pause_seconds = cost.apply_seconds + 4 * rates.control_latency;
-  cost.total_seconds = cost.snapshot_seconds + rates.control_latency +
-                       cost.gather_seconds + cost.transfer_seconds +
-                       cost.pause_seconds;
+  cost.total_seconds = rates.control_latency + cost.pause_seconds +
+                       std::max(cost.snapshot_seconds, cost.transfer_seconds);
+  // A sender that copies out what it does not own copies more than that.
+  cost.least_total_seconds =
+      rates.control_latency + cost.pause_seconds +
+      std::max(owned / CopyRate(rates), cost.lower_bound_seconds);
   return cost;
 }
 

@@ -58,14 +58,21 @@ struct NodeCost {
   int64_t apply_bytes = 0;     // copied into live tensors
 };
 
-// Seconds of each phase, in order of the life of an update.
+// Seconds of each phase. Snapshot, gather and transfer run at once, for frames
+// are sent as they are copied and handed on as they arrive; the pause follows.
 struct CostEstimate {
-  double gather_seconds = 0;    // among senders; PAIRED and BROADCAST alone
+  // Among senders, by itself; PAIRED and BROADCAST alone.
+  double gather_seconds = 0;
   double snapshot_seconds = 0;  // the trainer's stall
+  // From the first frame that is sent to the last that arrives: gather and
+  // transfer together, sharing their links.
   double transfer_seconds = 0;
   double apply_seconds = 0;  // copies into live tensors alone
   double pause_seconds = 0;  // of a replica: pause, commit, apply, resume
+  // Prepare, the longer of snapshot and transfer, and the pause.
   double total_seconds = 0;
+  // No policy's total is less: the transfer at its lower bound.
+  double least_total_seconds = 0;
   // Largest of: bytes that must leave any sender (what it alone holds, and its
   // even share of all that must leave some sender), bytes that must enter any
   // receiver; each over its link. No order of sending is faster.
@@ -78,9 +85,9 @@ struct CostEstimate {
   std::vector<NodeCost> nodes;
 };
 
-// `gather`: flows that must end before `flows` begin (PAIRED and BROADCAST,
-// whose senders first collect what others hold); a bucket that a node sends
-// without owning it and without a gather is one that it snapshots itself.
+// `gather`: flows that bring to senders what they send in `flows` (PAIRED and
+// BROADCAST, whose senders collect what others hold); a bucket that a node
+// sends without owning it and without a gather is one that it snapshots itself.
 // `apply_bytes`: per node, what its workers copy in all; empty: what the node
 // stores, once. INVALID_RATE for a rate that is zero, negative or not finite
 // where it must be positive.
@@ -90,11 +97,12 @@ absl::StatusOr<CostEstimate> EstimateCost(
     absl::Span<const int64_t> apply_bytes = {},
     absl::Span<const Flow> gather = {});
 
-// The transfer alone: fills out_bytes, in_bytes, wire_bytes, transfer_seconds
-// and bound_by of `cost`, whose `nodes` are as many as `nodes`.
+// The transfer alone: fills out_bytes, in_bytes, wire_bytes, gather_seconds,
+// transfer_seconds and bound_by of `cost`, whose `nodes` are as many as
+// `nodes`.
 void EstimateTransfer(absl::Span<const Flow> flows,
                       absl::Span<const NodeLabels> nodes, const Rates& rates,
-                      CostEstimate* cost);
+                      CostEstimate* cost, absl::Span<const Flow> gather = {});
 
 absl::Status CheckRates(const Rates& rates, size_t node_count);
 double LinkOf(const Rates& rates, int32_t node);

@@ -1,8 +1,10 @@
 #include "schedule/describe.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "nlohmann/json.hpp"
@@ -12,9 +14,20 @@ namespace weightsync {
 namespace schedule {
 namespace {
 
+// Shards of all trainer ranks, and boxes of the workers of a replica.
 constexpr int64_t kMaxShards = int64_t{1} << 23;
-// Of pipeline, tensor and expert parallelism, and GPUs of a node.
+// Looks at (rank, tensor) while shards are listed.
+constexpr int64_t kMaxLooks = int64_t{1} << 28;
+// Workers of a replica: needs are cut along each other.
+constexpr int kMaxWidth = 1 << 10;
+constexpr int64_t kMaxWorkers = int64_t{1} << 17;
+// Pipeline, tensor and expert parallelism, and GPUs of a node.
 constexpr int kMaxWays = 1 << 20;
+
+absl::Status TooLarge(absl::string_view message) {
+  return PlanError(absl::StatusCode::kResourceExhausted, kPlanTooLarge,
+                   message);
+}
 
 // The described cluster, as the planning functions take it.
 struct Described {
@@ -42,10 +55,80 @@ int64_t BytesOf(const Catalog& catalog, const BoxList& list) {
   return bytes;
 }
 
+// Expert parallelism that has no experts to deal out is a slip.
+absl::Status CheckExperts(const PlanRequest& request) {
+  if (request.training_ep == 1 && request.inference_ep == 1) {
+    return absl::OkStatus();
+  }
+  int experts = 0;
+  for (const Param& param : request.catalog->params()) {
+    experts = std::max(experts, RoleOf(param, request.model).expert + 1);
+  }
+  for (const auto& ways :
+       {std::make_pair("training_ep", request.training_ep),
+        std::make_pair("inference_ep", request.inference_ep)}) {
+    if (ways.second > std::max(1, experts)) {
+      return InvalidPlan(
+          kInvalidCount,
+          absl::StrCat(ways.first, " is ", ways.second, ", and the model has ",
+                       experts, " experts to deal out"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Whether the plan can be made in seconds, as far as the counts tell.
+absl::Status CheckSize(const PlanRequest& request,
+                       const TransferCounts& counts) {
+  const auto tensors = static_cast<int64_t>(request.catalog->size());
+  const int64_t stage_ranks =
+      std::max<int64_t>(1, counts.training_gpus / request.training_pp);
+  const int64_t columns = request.training_ep;
+  // Ranks that hold the same list cost one.
+  const bool alike = counts.sharding == TrainingSharding::kDp &&
+                     request.training_tp == 1 && columns == 1;
+  const int64_t lists = alike ? 1 : stage_ranks;
+  const int64_t shards = std::max<int64_t>(1, lists / columns);
+  if (shards > kMaxShards / tensors || lists > kMaxLooks / tensors) {
+    return TooLarge(absl::StrCat(
+        "training_gpus ", counts.training_gpus, " would cut ", tensors,
+        " tensors into more than ", kMaxShards,
+        " shards; describe expert and pipeline parallelism (training_ep, "
+        "training_pp), too, or fewer ranks"));
+  }
+  const int64_t width = std::max(counts.inference_tp, request.inference_ep);
+  if (width > kMaxWidth || width > kMaxShards / tensors) {
+    return TooLarge(absl::StrCat(
+        "a replica of ", width, " workers (inference_tp, inference_ep) and ",
+        tensors, " tensors is more than a plan can have; at most ",
+        std::min<int64_t>(kMaxWidth, kMaxShards / tensors), " workers are"));
+  }
+  const int64_t workers = counts.inference_replicas * width;
+  if (workers > kMaxWorkers) {
+    return TooLarge(absl::StrCat("inference_replicas ",
+                                 counts.inference_replicas, " of ", width,
+                                 " workers are ", workers,
+                                 " workers; a plan has at most ", kMaxWorkers));
+  }
+  // What enters nodes, and the gathering beside it.
+  const int64_t nodes =
+      2 + (counts.training_gpus + workers) / request.gpus_per_node;
+  if (request.catalog->total_bytes() >
+      std::numeric_limits<int64_t>::max() / 4 / nodes) {
+    return InvalidPlan(
+        kBytesOverflow,
+        absl::StrCat("the catalog's ", request.catalog->total_bytes(),
+                     " bytes on ", nodes,
+                     " nodes are more than an int64 can count"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Described> MakeCluster(const PlanRequest& request) {
   Described described;
   PlanCluster& cluster = described.cluster;
-  absl::StatusOr<TransferCounts> counts = CheckConfig(request.config);
+  absl::StatusOr<TransferCounts> counts =
+      CheckConfig(request.config, request.policy);
   if (!counts.ok()) return counts.status();
   cluster.counts = *counts;
   cluster.stages = request.training_pp;
@@ -63,19 +146,10 @@ absl::StatusOr<Described> MakeCluster(const PlanRequest& request) {
                                       "; it must be between 1 and ", kMaxWays));
     }
   }
-  const int64_t ways = static_cast<int64_t>(request.training_pp) *
-                       (request.training_ep > 1 ? request.training_ep : 1);
-  const int64_t spread = counts->sharding == TrainingSharding::kDp
-                             ? int64_t{1}
-                             : counts->training_gpus / ways;
-  if (std::max<int64_t>(1, spread) * catalog.size() > kMaxShards) {
-    return PlanError(
-        absl::StatusCode::kResourceExhausted, kPlanTooLarge,
-        absl::StrCat("training_gpus ", counts->training_gpus, " would cut ",
-                     catalog.size(), " tensors into more than ", kMaxShards,
-                     " shards; describe expert and pipeline parallelism "
-                     "(training_ep, training_pp), too"));
-  }
+  absl::Status ok = CheckExperts(request);
+  if (!ok.ok()) return ok;
+  ok = CheckSize(request, *counts);
+  if (!ok.ok()) return ok;
   TrainerSpec trainer;
   trainer.sharding = DataShardingOf(counts->sharding);
   trainer.ranks = counts->training_gpus;
@@ -175,11 +249,11 @@ std::vector<GroupReport> GroupsOf(const PolicyPlan& plan,
       }
       return groups;
   }
-  for (GroupReport& group : groups) {
-    for (const Flow& flow : plan.flows.flows) {
-      if (flow.source_node == group.sender_node) group.bytes += flow.bytes;
-    }
+  absl::flat_hash_map<int32_t, int64_t> sent;  // by node
+  for (const Flow& flow : plan.flows.flows) {
+    sent[flow.source_node] += flow.bytes;
   }
+  for (GroupReport& group : groups) group.bytes = sent[group.sender_node];
   return groups;
 }
 
@@ -228,14 +302,15 @@ absl::StatusOr<WorkerReport> ListCopies(const Catalog& catalog,
       }
     }
   }
+  std::vector<std::vector<const Box*>> needs(catalog.size());
+  for (const OrdinalBox& need : worker.boxes->boxes()) {
+    needs[need.ordinal].push_back(&need.box);
+  }
   for (uint32_t b : BucketsFor(layout, worker.boxes->boxes())) {
     for (const Piece& piece : layout.pieces(b)) {
-      for (const OrdinalBox& need : worker.boxes->boxes()) {
+      for (const Box* need : needs[piece.ordinal]) {
         CopyReport copy;
-        if (need.ordinal != piece.ordinal ||
-            !Intersect(need.box, piece.box, &copy.box)) {
-          continue;
-        }
+        if (!Intersect(*need, piece.box, &copy.box)) continue;
         const Param& param = catalog.param(piece.ordinal);
         copy.ordinal = piece.ordinal;
         copy.parameter = param.name;
@@ -287,6 +362,11 @@ absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request) {
   if (request.catalog == nullptr) {
     return InvalidPlan(kUnknownModel, "no model or catalog is given");
   }
+  if (request.catalog->size() == 0) {
+    return InvalidPlan(kInvalidParameter,
+                       "the catalog has no parameters; there is nothing to "
+                       "plan");
+  }
   absl::StatusOr<Described> described = MakeCluster(request);
   if (!described.ok()) return described.status();
   const PlanCluster& cluster = described->cluster;
@@ -312,15 +392,18 @@ absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request) {
 
 std::string ExplainPolicies(const PlanReport& report) {
   std::string text = absl::StrCat(PolicyName(report.requested), ":");
-  for (size_t i = 0; i < report.policies.size(); ++i) {
-    const PolicyReport& weighed = report.policies[i];
-    absl::StrAppend(&text, i == 0 ? " " : ", ", PolicyName(weighed.policy),
-                    " ");
-    if (weighed.status.ok()) {
-      absl::StrAppend(&text, absl::StrFormat("%.4g s", weighed.total_seconds));
-    } else {
-      absl::StrAppend(&text, ReasonOf(weighed.status));
-    }
+  const char* between = " ";
+  for (const PolicyReport& weighed : report.policies) {
+    if (!weighed.status.ok()) continue;
+    absl::StrAppend(&text, between, PolicyName(weighed.policy),
+                    weighed.at_least ? " at least " : " ",
+                    absl::StrFormat("%.4g s", weighed.total_seconds));
+    between = ", ";
+  }
+  for (const PolicyReport& weighed : report.policies) {
+    if (weighed.status.ok()) continue;
+    absl::StrAppend(&text, "; ", PolicyName(weighed.policy), " cannot be had (",
+                    ReasonOf(weighed.status), "): ", weighed.status.message());
   }
   return text;
 }
@@ -380,7 +463,9 @@ std::string PlanJson(const PlanReport& report, double plan_seconds) {
     Json entry;
     entry["policy"] = text(PolicyName(weighed.policy));
     if (weighed.status.ok()) {
+      // Also of those that were only bounded: "at_least".
       entry["total_seconds"] = weighed.total_seconds;
+      entry["at_least"] = weighed.at_least;
     } else {
       entry["reason"] = ReasonOf(weighed.status);
       entry["message"] = text(weighed.status.message());

@@ -101,17 +101,19 @@ PlanReport ReportPlan(const Catalog& catalog, const PlanCluster& cluster,
                       const UpdateLayout& layout, Policy requested,
                       ChosenPlan chosen);
 
-// Errors: those of CheckConfig, SchedulePaired, TrainerLists and ApplyCopies;
-// INVALID_COUNT for a worker that there is not; and RESOURCE_EXHAUSTED
-// PLAN_TOO_LARGE for more than 2^23 shards.
+// Errors: those of CheckConfig, SchedulePaired, TrainerLists, BuildLayout and
+// the routes; INVALID_COUNT for a worker that there is not; BYTES_OVERFLOW where
+// the bytes that nodes take in are more than an int64 counts; and
+// RESOURCE_EXHAUSTED PLAN_TOO_LARGE, before the work is done, for what would
+// take minutes or tens of gigabytes.
 absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request);
 
 // One JSON object; `plan_seconds` is what the caller measured. Digests are
 // 16 hexadecimal digits, for not all readers keep 64-bit integers.
 std::string PlanJson(const PlanReport& report, double plan_seconds);
 
-// Why this policy: "AUTO: SHARDED 1.20 s, PAIRED 3.40 s, BROADCAST
-// TOO_FEW_TRAINERS".
+// Why this policy: "AUTO: SHARDED 1.20 s, BROADCAST at least 1.18 s; PAIRED
+// cannot be had (TOO_FEW_TRAINERS): training_gpus is 4; ...".
 std::string ExplainPolicies(const PlanReport& report);
 
 // 16 hexadecimal digits.

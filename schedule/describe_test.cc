@@ -2,6 +2,7 @@
 
 #include <fstream>
 
+#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
@@ -12,6 +13,7 @@ namespace schedule {
 namespace {
 
 using Json = nlohmann::json;
+using ::testing::HasSubstr;
 
 class DescribeTest : public ::testing::Test {
  protected:
@@ -43,6 +45,7 @@ TEST_F(DescribeTest, AutoTakesTheCheapestAndSaysWhatTheOthersCost) {
   ASSERT_EQ(report.policies.size(), 3u);
   for (const PolicyReport& other : report.policies) {
     ASSERT_TRUE(other.status.ok());
+    EXPECT_FALSE(other.at_least);  // of a plan as small as this one
     EXPECT_GE(other.total_seconds * kWorthChanging, report.cost.total_seconds);
   }
   EXPECT_EQ(report.sender_ranks.size(), 16u);
@@ -112,8 +115,130 @@ TEST_F(DescribeTest, AutoGoesOnWithoutAPolicyThatCannotBe) {
   const PlanReport report = Describe();
   EXPECT_EQ(report.policy, Policy::kSharded);
   EXPECT_EQ(ReasonOf(report.policies[1].status), "TOO_FEW_TRAINERS");
+  // People and programs are told why.
+  EXPECT_THAT(ExplainPolicies(report),
+              HasSubstr("; PAIRED cannot be had (TOO_FEW_TRAINERS): "
+                        "training_gpus is 8; PAIRED under zero3 needs one for "
+                        "each of the 16 inference workers"));
+  const Json paired = Json::parse(PlanJson(report, 0))["policies"][1];
+  EXPECT_EQ(paired["policy"], "PAIRED");
+  EXPECT_EQ(paired["reason"], "TOO_FEW_TRAINERS");
+  EXPECT_THAT(paired["message"].get<std::string>(), HasSubstr("16"));
+  EXPECT_FALSE(paired.contains("total_seconds"));
   request_.policy = Policy::kPaired;
   EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "TOO_FEW_TRAINERS");
+}
+
+TEST_F(DescribeTest, LargePlansBoundWhatCannotWin) {
+  request_.config.training_gpus = 64;
+  request_.config.inference_replicas = 64;
+  request_.config.bucket_size = 1 << 18;
+  const PlanReport report = Describe();
+  EXPECT_EQ(report.policy, Policy::kSharded);
+  ASSERT_EQ(report.policies.size(), 3u);
+  for (int i = 1; i < 3; ++i) {
+    EXPECT_TRUE(report.policies[i].at_least);
+    EXPECT_GT(report.policies[i].total_seconds, 0);
+    EXPECT_EQ(Json::parse(PlanJson(report, 0))["policies"][i]["at_least"],
+              true);
+  }
+  EXPECT_THAT(ExplainPolicies(report), HasSubstr(", PAIRED at least "));
+  request_.policy = Policy::kPaired;
+  EXPECT_GE(Describe().cost.total_seconds, report.policies[1].total_seconds);
+}
+
+// Each of these would run for minutes, or out of memory.
+TEST_F(DescribeTest, WhatIsTooLargeIsRefusedAtOnce) {
+  const PlanRequest small = request_;
+  const auto refused = [&](absl::string_view what) {
+    const absl::Time start = absl::Now();
+    const absl::Status status = DescribePlan(request_).status();
+    EXPECT_LT(absl::Now() - start, absl::Seconds(60)) << what;
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << what;
+    EXPECT_EQ(ReasonOf(status), "PLAN_TOO_LARGE") << what;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(what));
+    request_ = small;
+  };
+  request_.config.bucket_size = 16;
+  refused("bucket_size");
+  request_.config.training_sharding = "dp";
+  request_.config.training_gpus = 1 << 20;
+  request_.config.inference_replicas = 8192;
+  request_.config.inference_tp = 1;
+  refused("hops");
+  // The other policies would not be chosen for their merits.
+  request_.config.training_sharding = "dp";
+  request_.config.training_gpus = 1 << 20;
+  request_.config.inference_replicas = 8192;
+  request_.config.inference_tp = 1;
+  request_.policy = Policy::kSharded;
+  refused("hops");
+  request_.config.training_gpus = 1 << 20;
+  refused("training_gpus 1048576");
+  request_.config.training_sharding = "dp";
+  request_.config.training_gpus = 1 << 20;
+  request_.training_tp = 8;
+  refused("training_gpus 1048576");
+  request_.config.inference_tp = 2000;
+  refused("inference_tp");
+  request_.config.inference_replicas = 1 << 13;
+  request_.config.inference_tp = 1 << 7;
+  refused("inference_replicas");
+  request_.policy = Policy::kBroadcast;
+  request_.config.training_gpus = 1 << 10;
+  request_.training_pp = 1 << 10;
+  request_.config.inference_replicas = 1 << 13;
+  refused("BROADCAST");
+  request_.policy = Policy::kPaired;
+  request_.config.training_sharding = "dp";
+  request_.config.inference_replicas = 1 << 17;
+  request_.config.inference_tp = 1;
+  request_.gpus_per_node = 1;
+  request_.config.bucket_size = 4 << 20;
+  refused("PAIRED");
+}
+
+TEST_F(DescribeTest, ExpertsAreDealtOutOnlyWhereThereAreSome) {
+  for (int* ways : {&request_.training_ep, &request_.inference_ep}) {
+    *ways = 2;
+    const absl::Status status = DescribePlan(request_).status();
+    EXPECT_EQ(ReasonOf(status), "INVALID_COUNT");
+    EXPECT_THAT(std::string(status.message()), HasSubstr("has 0 experts"));
+    *ways = 1;
+  }
+  config_ = *FindModel("qwen3-30b-a3b");
+  catalog_ = *ModelCatalog(config_);
+  request_.model = config_;
+  request_.inference_ep = 128;
+  EXPECT_TRUE(DescribePlan(request_).ok());
+  request_.inference_ep = 129;
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "INVALID_COUNT");
+  // Workers of experts are workers, too.
+  request_.inference_ep = 128;
+  request_.config.inference_replicas = 1 << 14;
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "PLAN_TOO_LARGE");
+}
+
+TEST_F(DescribeTest, BytesOfAllNodesThatNoNumberHolds) {
+  catalog_ = *Catalog::Create(
+      {Param{"w", DType::kU8, {int64_t{1} << 31, int64_t{1} << 31}, ""}});
+  request_.config.bucket_size = kMaxBucketBytes;
+  const absl::Status status = DescribePlan(request_).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ReasonOf(status), "BYTES_OVERFLOW");
+  catalog_ = Catalog();
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "INVALID_PARAMETER");
+}
+
+TEST_F(DescribeTest, PortsArePairedsAlone) {
+  request_.config.base_port = 65535;
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "PORT_OVERFLOW");
+  request_.policy = Policy::kPaired;
+  EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "PORT_OVERFLOW");
+  request_.policy = Policy::kSharded;
+  EXPECT_TRUE(DescribePlan(request_).ok());
+  request_.policy = Policy::kBroadcast;
+  EXPECT_TRUE(DescribePlan(request_).ok());
 }
 
 TEST_F(DescribeTest, BadRequestsHaveAReason) {

@@ -1,7 +1,6 @@
 #include "schedule/layout.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
 #include <utility>
 
@@ -14,6 +13,9 @@
 namespace weightsync {
 namespace schedule {
 namespace {
+
+// Ranks x classes of needs: there is a table of that size.
+constexpr int64_t kMaxStreams = int64_t{1} << 26;
 
 void AddBox(const Box& box, StableHash* hash) {
   hash->Add(static_cast<uint64_t>(box.offset.size()));
@@ -225,6 +227,16 @@ uint64_t TableDigest(const BucketTable& table) {
   return hash.Finish();
 }
 
+absl::Status TooManyPieces(int64_t at_least, int64_t bucket_bytes) {
+  return PlanError(
+      absl::StatusCode::kResourceExhausted, kPlanTooLarge,
+      absl::StrCat("shards and buckets of ", bucket_bytes,
+                   " bytes would cut the catalog into ", at_least,
+                   " pieces or more; a plan has at most ", kMaxPieces,
+                   ": larger buckets (bucket_size) or fewer trainer ranks "
+                   "make fewer"));
+}
+
 UpdateLayout Bind(std::shared_ptr<const BucketTable> table,
                   const NeedGroups& groups) {
   UpdateLayout layout;
@@ -244,10 +256,14 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
                                              const SourcePartition& partition,
                                              const NeedGroups& groups,
                                              int64_t bucket_bytes) {
-  if (bucket_bytes < kMinBucketBytes) {
+  if (bucket_bytes < kMinBucketBytes || bucket_bytes > kMaxBucketBytes) {
     return InvalidPlan(kInvalidBucketBytes,
                        absl::StrCat("bucket_bytes is ", bucket_bytes,
-                                    "; it must be at least ", kMinBucketBytes));
+                                    "; it must be between ", kMinBucketBytes,
+                                    " and ", kMaxBucketBytes));
+  }
+  if (catalog.total_bytes() / bucket_bytes > kMaxPieces) {
+    return TooManyPieces(catalog.total_bytes() / bucket_bytes, bucket_bytes);
   }
   absl::StatusOr<NeedMap> needs = NeedMap::Create(catalog, groups);
   if (!needs.ok()) return needs.status();
@@ -256,30 +272,45 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
   // then put each in its place.
   std::vector<absl::Span<const NeedMap::Cell>> cells(catalog.size());
   Streams streams(partition.sources().size());
-  uint64_t piece_count = 0;
+  int64_t piece_count = 0;
   for (uint32_t o = 0; o < catalog.size(); ++o) {
     cells[o] = needs->Cells(o);
+    const auto tables = static_cast<int64_t>(needs->classes().size()) *
+                        static_cast<int64_t>(partition.sources().size());
+    if (tables > kMaxStreams) {
+      return PlanError(
+          absl::StatusCode::kResourceExhausted, kPlanTooLarge,
+          absl::StrCat(partition.sources().size(), " trainer ranks times ",
+                       needs->classes().size(),
+                       " kinds of need are more than the ", kMaxStreams,
+                       " that a plan may have; describe fewer ranks, or "
+                       "replicas of fewer workers"));
+    }
     const int64_t limit = bucket_bytes / DTypeSize(catalog.param(o).dtype);
     CellWindow window(cells[o]);
     for (const SourcePartition::Region& region : partition.regions(o)) {
       const bool small = region.box.Volume() <= limit;
+      if (piece_count > kMaxPieces) {
+        return TooManyPieces(piece_count, bucket_bytes);
+      }
       for (const NeedMap::Cell& cell : window.MayMeet(region.box)) {
         if (!Intersects(region.box, cell.box)) continue;
         uint32_t parts = small ? 1 : 0;
         if (!small) {
           Box shared;
           Intersect(region.box, cell.box, &shared);
+          // At least as many as fit by their bytes; counted before they are
+          // cut one by one.
+          const int64_t least = shared.Volume() / limit;
+          if (piece_count + least > kMaxPieces) {
+            return TooManyPieces(piece_count + least, bucket_bytes);
+          }
           Split(shared, limit, [&](const Box&) { ++parts; });
         }
         streams.At(region.source, cell.need_class).piece_count += parts;
         piece_count += parts;
       }
     }
-  }
-  if (piece_count > std::numeric_limits<int32_t>::max()) {
-    return InvalidPlan(kInvalidLayout,
-                       "shards and buckets cut the catalog into more than 2^31 "
-                       "pieces; larger buckets make fewer");
   }
 
   auto table = std::make_shared<BucketTable>();

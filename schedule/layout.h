@@ -39,6 +39,10 @@ namespace schedule {
 inline constexpr int64_t kPieceAlignment = 16;
 inline constexpr int64_t kDefaultBucketBytes = int64_t{256} << 20;
 inline constexpr int64_t kMinBucketBytes = 16;
+inline constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
+// What a layout may cost to make and to keep: a piece takes 64 bytes, and time.
+// DeepSeek-V3 from 2,048 ranks has 750,000.
+inline constexpr int64_t kMaxPieces = int64_t{1} << 23;
 
 // A box of a parameter. `dtype` is that of the holder's memory; kUnspecified
 // means the catalog's.
@@ -205,7 +209,11 @@ class SourcePartition {
 
 // REQUIRES: `partition` was made from `catalog`. Errors, beside those of
 // SourcePartition::Create (for the boxes of workers):
-//   INVALID_BUCKET_BYTES  bucket_bytes < kMinBucketBytes
+//   INVALID_BUCKET_BYTES  bucket_bytes below kMinBucketBytes, or above
+//                         kMaxBucketBytes
+// and RESOURCE_EXHAUSTED
+//   PLAN_TOO_LARGE        more than kMaxPieces pieces, or ranks x classes of
+//                         needs past 2^26; found before they are made
 absl::StatusOr<UpdateLayout> BuildLayout(const Catalog& catalog,
                                          const SourcePartition& partition,
                                          absl::Span<const WorkerNeed> workers,

@@ -1,6 +1,8 @@
 #include "schedule/parallel.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -225,10 +227,20 @@ absl::StatusOr<std::vector<BoxListRef>> TrainerLists(const Catalog& catalog,
   // Ranks of the replicas of a stage hold the same lists.
   std::vector<BoxListRef> lists(spec.ranks);
   for (int stage = 0; stage < spec.pp; ++stage) {
-    std::vector<uint32_t> members;
+    // What every column has, and what each has alone, in catalog order.
+    std::vector<uint32_t> common;
+    std::map<int, std::vector<uint32_t>> of_column;
     for (uint32_t o = 0; o < catalog.size(); ++o) {
-      if (StageOf(roles[o], layers, spec.pp) == stage) members.push_back(o);
+      if (StageOf(roles[o], layers, spec.pp) != stage) continue;
+      if (roles[o].expert >= 0 && spec.ep > 1) {
+        of_column[static_cast<int>(static_cast<int64_t>(roles[o].expert) *
+                                   columns / experts)]
+            .push_back(o);
+      } else {
+        common.push_back(o);
+      }
     }
+    std::vector<uint32_t> members;
     BoxListRef whole;  // of a rank without any sharding
     for (int g = 0; g < shards * spec.tp; ++g) {
       const int shard = g / spec.tp;
@@ -257,16 +269,17 @@ absl::StatusOr<std::vector<BoxListRef>> TrainerLists(const Catalog& catalog,
           }
           flat.clear();
         };
+        const std::vector<uint32_t>& own = of_column[g % columns];
+        members.clear();
+        std::merge(common.begin(), common.end(), own.begin(), own.end(),
+                   std::back_inserter(members));
+        boxes.reserve(members.size());
         for (uint32_t o : members) {
           const Param& param = catalog.param(o);
           const ParamRole& role = roles[o];
           if (role.expert >= 0 && spec.ep > 1) {
-            const int column = static_cast<int>(
-                static_cast<int64_t>(role.expert) * columns / experts);
-            if (g % columns == column) {
-              AddChunk(o, WholeBox(param.shape), column_ranks, g / columns,
-                       &boxes);
-            }
+            AddChunk(o, WholeBox(param.shape), column_ranks, g / columns,
+                     &boxes);
             continue;
           }
           Box box;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -28,19 +27,30 @@ void AddBucket(const UpdateLayout& layout, uint32_t b, Flow* flow) {
   flow->bytes += layout.bucket(b).bytes;
 }
 
+void SortOnce(std::vector<int32_t>* nodes) {
+  std::sort(nodes->begin(), nodes->end());
+  nodes->erase(std::unique(nodes->begin(), nodes->end()), nodes->end());
+}
+
 // Flows that bring bucket b to wanted[b], from its owner.
-std::vector<Flow> Gather(const UpdateLayout& layout,
-                         absl::Span<const NodeLabels> nodes,
-                         const std::vector<std::set<int32_t>>& wanted) {
+absl::StatusOr<std::vector<Flow>> Gather(
+    const UpdateLayout& layout, absl::Span<const NodeLabels> nodes,
+    std::vector<std::vector<int32_t>>* wanted) {
   std::map<std::pair<int32_t, std::vector<int32_t>>, Flow> flows;
+  int64_t hops = 0;
   for (uint32_t b = 0; b < layout.bucket_count(); ++b) {
     const int32_t owner = layout.bucket(b).source_node;
-    std::vector<int32_t> to;
-    for (int32_t node : wanted[b]) {
-      if (node != owner) to.push_back(node);
-    }
+    std::vector<int32_t>& to = (*wanted)[b];
+    SortOnce(&to);
+    to.erase(std::remove(to.begin(), to.end(), owner), to.end());
     if (to.empty()) continue;
-    Flow& flow = flows[{owner, to}];
+    const auto inserted = flows.try_emplace({owner, to});
+    if (inserted.second) {
+      hops += static_cast<int64_t>(to.size());
+      const absl::Status ok = CheckHops(hops);
+      if (!ok.ok()) return ok;
+    }
+    Flow& flow = inserted.first->second;
     flow.source_node = owner;
     flow.need_class = layout.bucket(b).need_class;
     AddBucket(layout, b, &flow);
@@ -58,6 +68,14 @@ std::vector<Flow> Gather(const UpdateLayout& layout,
 
 }  // namespace
 
+int64_t ArrivalCount(const UpdateLayout& layout) {
+  int64_t count = 0;
+  for (const Bucket& bucket : layout.table->buckets) {
+    count += static_cast<int64_t>(layout.classes[bucket.need_class].size());
+  }
+  return count;
+}
+
 absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
                                         absl::Span<const NodeLabels> nodes,
                                         absl::Span<const PairedRoute> routes,
@@ -72,21 +90,29 @@ absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
     absl::Status ok = CheckNode(bucket.source_node, nodes.size());
     if (!ok.ok()) return ok;
   }
+  const int64_t arrival_count = ArrivalCount(layout);
+  if (arrival_count > kMaxArrivals) {
+    return PlanError(
+        absl::StatusCode::kResourceExhausted, kPlanTooLarge,
+        absl::StrCat("PAIRED would bring ", arrival_count,
+                     " buckets to nodes one by one; a plan may bring ",
+                     kMaxArrivals,
+                     ": use SHARDED, or larger buckets (bucket_size)"));
+  }
   // Workers with equal boxes need the same buckets.
   absl::flat_hash_map<const BoxList*, std::vector<uint32_t>> buckets_of;
-  // Per receiving node and bucket, the senders that may bring it.
-  std::map<int32_t, std::map<uint32_t, std::set<int32_t>>> choices;
+  // By receiving node: what is needed there and who may send it, each once.
+  std::vector<std::tuple<int32_t, const BoxList*, int32_t>> offers;
   for (const PairedRoute& route : routes) {
     if (route.boxes == nullptr) continue;
     auto inserted = buckets_of.try_emplace(route.boxes.get());
     if (inserted.second) {
       inserted.first->second = BucketsFor(layout, route.boxes->boxes());
     }
-    std::map<uint32_t, std::set<int32_t>>& of_node = choices[route.node];
-    for (uint32_t b : inserted.first->second) {
-      of_node[b].insert(route.sender_node);
-    }
+    offers.emplace_back(route.node, route.boxes.get(), route.sender_node);
   }
+  std::sort(offers.begin(), offers.end());
+  offers.erase(std::unique(offers.begin(), offers.end()), offers.end());
   // Who sends bucket b to a node; its owner has it already.
   struct Arrival {
     int32_t node;
@@ -94,30 +120,47 @@ absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
     int32_t sender;
   };
   std::vector<Arrival> arrivals;
-  std::vector<std::set<int32_t>> senders(layout.bucket_count());
-  for (const auto& node : choices) {
-    std::map<int32_t, int64_t> load;
-    for (const auto& bucket : node.second) {
-      if (layout.bucket(bucket.first).source_node == node.first) continue;
-      int32_t best = *bucket.second.begin();
-      for (int32_t sender : bucket.second) {
+  arrivals.reserve(arrival_count);
+  std::vector<std::vector<int32_t>> senders(layout.bucket_count());
+  std::vector<std::pair<uint32_t, int32_t>> choices;  // bucket, sender
+  for (size_t at = 0; at < offers.size();) {
+    const int32_t node = std::get<0>(offers[at]);
+    choices.clear();
+    for (; at < offers.size() && std::get<0>(offers[at]) == node; ++at) {
+      for (uint32_t b : buckets_of[std::get<1>(offers[at])]) {
+        choices.emplace_back(b, std::get<2>(offers[at]));
+      }
+    }
+    if (!std::is_sorted(choices.begin(), choices.end())) {
+      std::sort(choices.begin(), choices.end());
+    }
+    choices.erase(std::unique(choices.begin(), choices.end()), choices.end());
+    absl::flat_hash_map<int32_t, int64_t> load;
+    for (size_t i = 0; i < choices.size();) {
+      const uint32_t b = choices[i].first;
+      int32_t best = choices[i].second;
+      for (++i; i < choices.size() && choices[i].first == b; ++i) {
+        const int32_t sender = choices[i].second;
         if (load[sender] < load[best]) best = sender;
       }
-      load[best] += layout.bucket(bucket.first).bytes;
-      senders[bucket.first].insert(best);
-      arrivals.push_back({node.first, bucket.first, best});
+      if (layout.bucket(b).source_node == node) continue;
+      load[best] += layout.bucket(b).bytes;
+      senders[b].push_back(best);
+      arrivals.push_back({node, b, best});
     }
   }
+  for (std::vector<int32_t>& of_bucket : senders) SortOnce(&of_bucket);
   // A node that sends a bucket holds it, or gathers it, and must not be given
   // it a second time.
-  std::vector<std::set<int32_t>> wanted(layout.bucket_count());
+  std::vector<std::vector<int32_t>> wanted(layout.bucket_count());
   std::map<std::pair<int32_t, int32_t>, Flow> flows;  // (node, sender)
   for (const Arrival& arrival : arrivals) {
-    if (senders[arrival.bucket].count(arrival.node) > 0) {
-      wanted[arrival.bucket].insert(arrival.node);
+    const std::vector<int32_t>& also = senders[arrival.bucket];
+    if (std::binary_search(also.begin(), also.end(), arrival.node)) {
+      wanted[arrival.bucket].push_back(arrival.node);
       continue;
     }
-    wanted[arrival.bucket].insert(arrival.sender);
+    wanted[arrival.bucket].push_back(arrival.sender);
     Flow& flow = flows[{arrival.node, arrival.sender}];
     flow.source_node = arrival.sender;
     flow.chain = {arrival.node};
@@ -127,7 +170,11 @@ absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
   PolicyFlows result;
   for (auto& entry : flows) result.flows.push_back(std::move(entry.second));
   AssignWaves(nodes.size(), &result.flows);
-  if (gather) result.gather = Gather(layout, nodes, wanted);
+  if (gather) {
+    auto gathered = Gather(layout, nodes, &wanted);
+    if (!gathered.ok()) return gathered.status();
+    result.gather = *std::move(gathered);
+  }
   return result;
 }
 
@@ -136,7 +183,7 @@ absl::StatusOr<PolicyFlows> RouteBroadcast(
     absl::Span<const int32_t> head_of_node, bool gather) {
   // By head, class, and the owner where it is in the class: it has the bytes.
   std::map<std::tuple<int32_t, int32_t, int32_t>, Flow> moved;
-  std::vector<std::set<int32_t>> wanted(layout.bucket_count());
+  std::vector<std::vector<int32_t>> wanted(layout.bucket_count());
   for (const auto& members : layout.classes) {
     for (int32_t node : members) {
       absl::Status ok = CheckNode(node, nodes.size());
@@ -168,9 +215,15 @@ absl::StatusOr<PolicyFlows> RouteBroadcast(
     } else if (!head_needs) {
       continue;  // nobody waits for the head
     }
-    wanted[b].insert(head);
+    wanted[b].push_back(head);
   }
   PolicyFlows result;
+  int64_t hops = 0;
+  for (const auto& entry : moved) {
+    hops += static_cast<int64_t>(layout.classes[entry.second.need_class].size());
+  }
+  const absl::Status ok = CheckHops(hops);
+  if (!ok.ok()) return ok;
   for (auto& entry : moved) {
     Flow& flow = entry.second;
     std::vector<int32_t> receivers;
@@ -183,7 +236,11 @@ absl::StatusOr<PolicyFlows> RouteBroadcast(
     result.flows.push_back(std::move(flow));
   }
   AssignWaves(nodes.size(), &result.flows);
-  if (gather) result.gather = Gather(layout, nodes, wanted);
+  if (gather) {
+    auto gathered = Gather(layout, nodes, &wanted);
+    if (!gathered.ok()) return gathered.status();
+    result.gather = *std::move(gathered);
+  }
   return result;
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "schedule/error.h"
 
@@ -19,6 +20,29 @@ void Rotate(std::vector<T>* items, int turn) {
               items->end());
 }
 
+// The waves in which one way of a node is taken: memory goes with the hops, not
+// with nodes x waves.
+class TakenWaves {
+ public:
+  // All waves before this one.
+  size_t full() const { return full_; }
+  bool Has(size_t wave) const {
+    return wave < full_ || beyond_.contains(wave);
+  }
+  void Take(size_t wave) {
+    if (wave != full_) {
+      beyond_.insert(wave);
+      return;
+    }
+    ++full_;
+    while (!beyond_.empty() && beyond_.erase(full_) > 0) ++full_;
+  }
+
+ private:
+  size_t full_ = 0;
+  absl::flat_hash_set<size_t> beyond_;
+};
+
 }  // namespace
 
 void AssignWaves(size_t node_count, std::vector<Flow>* flows) {
@@ -27,34 +51,29 @@ void AssignWaves(size_t node_count, std::vector<Flow>* flows) {
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
     return (*flows)[a].bytes > (*flows)[b].bytes;
   });
-  // Per wave, nodes whose way out or way in is taken.
-  std::vector<std::vector<bool>> out;
-  std::vector<std::vector<bool>> in;
-  // Waves before this one are full for flows that enter the node.
-  std::vector<size_t> hint(node_count, 0);
+  std::vector<TakenWaves> out(node_count);
+  std::vector<TakenWaves> in(node_count);
   for (size_t i : order) {
     Flow& flow = (*flows)[i];
-    size_t wave = 0;
-    for (int32_t node : flow.chain) wave = std::max(wave, hint[node]);
+    const size_t hops = flow.chain.size();
+    size_t wave = out[flow.source_node].full();
+    for (size_t k = 0; k < hops; ++k) {
+      wave = std::max(wave, in[flow.chain[k]].full());
+      if (k + 1 < hops) wave = std::max(wave, out[flow.chain[k]].full());
+    }
     for (;; ++wave) {
-      if (wave == out.size()) {
-        out.emplace_back(node_count, false);
-        in.emplace_back(node_count, false);
-      }
-      bool free = !out[wave][flow.source_node];
-      for (size_t k = 0; free && k < flow.chain.size(); ++k) {
-        free = !in[wave][flow.chain[k]] &&
-               (k + 1 == flow.chain.size() || !out[wave][flow.chain[k]]);
+      bool free = !out[flow.source_node].Has(wave);
+      for (size_t k = 0; free && k < hops; ++k) {
+        free = !in[flow.chain[k]].Has(wave) &&
+               (k + 1 == hops || !out[flow.chain[k]].Has(wave));
       }
       if (free) break;
     }
     flow.wave = static_cast<int32_t>(wave);
-    out[wave][flow.source_node] = true;
-    for (size_t k = 0; k < flow.chain.size(); ++k) {
-      const int32_t node = flow.chain[k];
-      in[wave][node] = true;
-      if (k + 1 < flow.chain.size()) out[wave][node] = true;
-      while (hint[node] < in.size() && in[hint[node]][node]) ++hint[node];
+    out[flow.source_node].Take(wave);
+    for (size_t k = 0; k < hops; ++k) {
+      in[flow.chain[k]].Take(wave);
+      if (k + 1 < hops) out[flow.chain[k]].Take(wave);
     }
   }
 }
@@ -106,6 +125,16 @@ std::vector<int32_t> ChainOrder(absl::Span<const NodeLabels> nodes,
   return chain;
 }
 
+absl::Status CheckHops(int64_t hops) {
+  if (hops <= kMaxHops) return absl::OkStatus();
+  return PlanError(
+      absl::StatusCode::kResourceExhausted, kPlanTooLarge,
+      absl::StrCat("the chains would have ", hops,
+                   " hops or more; a plan has at most ", kMaxHops,
+                   ": describe fewer trainer ranks or replicas, or more GPUs "
+                   "of a node (gpus_per_node)"));
+}
+
 absl::StatusOr<std::vector<Flow>> RouteFlows(const UpdateLayout& layout,
                                              absl::Span<const NodeLabels> nodes,
                                              const RouteOptions& options) {
@@ -127,6 +156,12 @@ absl::StatusOr<std::vector<Flow>> RouteFlows(const UpdateLayout& layout,
     flow.buckets.push_back(b);
     flow.bytes += bucket.bytes;
   }
+  int64_t hops = 0;
+  for (const auto& flow : moved) {
+    hops += static_cast<int64_t>(layout.classes[flow.first.second].size());
+  }
+  const absl::Status ok = CheckHops(hops);
+  if (!ok.ok()) return ok;
   absl::flat_hash_map<int32_t, size_t> tail;
   for (size_t i = 0; i < options.last.size(); ++i) {
     tail.emplace(options.last[i], i);

@@ -61,9 +61,15 @@ struct RouteOptions {
 // Flows in order of (source node, need class). Empty classes, and classes of
 // the source node alone, move nothing and have no flow.
 //   INVALID_TOPOLOGY  the layout names a node that `nodes` lacks
+//   PLAN_TOO_LARGE    RESOURCE_EXHAUSTED; see CheckHops
 absl::StatusOr<std::vector<Flow>> RouteFlows(const UpdateLayout& layout,
                                              absl::Span<const NodeLabels> nodes,
                                              const RouteOptions& options = {});
+
+// Hops of all chains that a plan may have: 2,048 sending nodes to 1,024
+// receiving ones. PLAN_TOO_LARGE for more.
+inline constexpr int64_t kMaxHops = int64_t{1} << 21;
+absl::Status CheckHops(int64_t hops);
 
 // The order of a chain over `receivers` from `source`; `turn` rotates it within
 // racks, racks within zones and zones (give each source another one).

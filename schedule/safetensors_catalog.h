@@ -5,6 +5,7 @@
 #define WEIGHTSYNC_SCHEDULE_SAFETENSORS_CATALOG_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -23,21 +24,48 @@ struct SafetensorsEntry {
   int64_t end = 0;
 };
 
-// The tensors of one header in order of their data. INVALID_SAFETENSORS: not
-// JSON, an entry without dtype, shape or data_offsets, offsets that do not fit
-// the shape, gaps or overlaps; UNKNOWN_DTYPE.
+// The tensors of one header in order of their data. INVALID_ARGUMENT, the
+// parameter named first:
+//   INVALID_SAFETENSORS  not JSON, an entry without dtype, shape or
+//                        data_offsets, offsets that do not fit the shape, gaps
+//                        or overlaps
+//   UNKNOWN_DTYPE, DIMENSION_TOO_LARGE
+//   BYTES_OVERFLOW       a tensor, or all up to it, of more bytes than an int64
+//                        counts
 absl::StatusOr<std::vector<SafetensorsEntry>> ParseSafetensorsHeader(
     absl::string_view header_json);
 
-// One catalog of all files of a checkpoint, in order of the files and of their
-// data. Tensors without elements are left out: there is nothing to send. The
-// errors of Catalog::Create for the rest.
-absl::StatusOr<Catalog> CatalogFromSafetensors(
-    absl::Span<const absl::string_view> header_jsons);
+// Which file of a checkpoint has which tensor.
+struct SafetensorsIndex {
+  std::map<std::string, std::string> file_of;  // by tensor
 
-// The files that a model.safetensors.index.json names, each once, sorted.
-absl::StatusOr<std::vector<std::string>> FilesOfSafetensorsIndex(
+  // Each once, sorted.
+  std::vector<std::string> Files() const;
+};
+
+// A model.safetensors.index.json. INVALID_SAFETENSORS: not JSON, without a
+// weight_map or with an empty one, an entry that is no name of a file beside
+// the index.
+absl::StatusOr<SafetensorsIndex> ParseSafetensorsIndex(
     absl::string_view index_json);
+
+struct SafetensorsFile {
+  std::string name;    // as in the index; for messages
+  std::string header;  // JSON
+  // Bytes behind the header; negative: not known, and not checked.
+  int64_t data_bytes = -1;
+};
+
+// One catalog of all files of a checkpoint, in order of the files and of their
+// data. Tensors without elements are left out: there is nothing to send.
+// Sentences begin with the file's name. The errors of ParseSafetensorsHeader and
+// Catalog::Create, DUPLICATE_PARAMETER for a tensor of two files, and
+// INVALID_SAFETENSORS where the index (which may be null) and the files disagree
+// about a tensor, where a file has fewer or more bytes than its header says, or
+// where there is no tensor at all.
+absl::StatusOr<Catalog> CatalogFromSafetensors(
+    absl::Span<const SafetensorsFile> files,
+    const SafetensorsIndex* index = nullptr);
 
 }  // namespace schedule
 }  // namespace weightsync

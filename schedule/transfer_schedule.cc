@@ -12,11 +12,14 @@ namespace {
 
 constexpr int64_t kMaxCount = int64_t{1} << 20;
 constexpr int64_t kMaxPort = 65535;
+// Targets of all groups together.
+constexpr int64_t kMaxListed = int64_t{1} << 22;
 
 absl::Status CheckCount(absl::string_view option, int64_t value) {
   if (value >= 1 && value <= kMaxCount) return absl::OkStatus();
   return InvalidPlan(kInvalidCount,
                      absl::StrCat(option, " is ", value,
+                                  value == 0 ? " or missing" : "",
                                   "; it must be between 1 and ", kMaxCount));
 }
 
@@ -53,9 +56,12 @@ absl::StatusOr<TrainingSharding> ParseTrainingSharding(absl::string_view name) {
         TrainingSharding::kZero3}) {
     if (name == TrainingShardingName(sharding)) return sharding;
   }
-  return InvalidPlan(kUnknownSharding,
-                     absl::StrCat("training_sharding '", name,
-                                  "' is unknown; use dp, fsdp or zero3"));
+  return InvalidPlan(
+      kUnknownSharding,
+      name.empty()
+          ? std::string("training_sharding is missing; use dp, fsdp or zero3")
+          : absl::StrCat("training_sharding '", name,
+                         "' is unknown; use dp, fsdp or zero3"));
 }
 
 absl::string_view TrainingShardingName(TrainingSharding sharding) {
@@ -70,7 +76,8 @@ absl::string_view TrainingShardingName(TrainingSharding sharding) {
   return "dp";
 }
 
-absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config) {
+absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config,
+                                           Policy policy) {
   TransferCounts counts;
   absl::StatusOr<TrainingSharding> sharding =
       ParseTrainingSharding(config.training_sharding);
@@ -93,9 +100,12 @@ absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config) {
   if (config.base_port < 0 || config.base_port > kMaxPort) {
     return InvalidPlan(
         kPortOverflow,
-        absl::StrCat("base_port ", config.base_port, " is not a port"));
+        absl::StrCat("base_port ", config.base_port,
+                     " is not a port; it must be between 1 and ", kMaxPort));
   }
-  if (config.base_port > 0 && config.base_port + targets - 1 > kMaxPort) {
+  const bool ports = policy == Policy::kPaired || policy == Policy::kAuto;
+  if (ports && config.base_port > 0 &&
+      config.base_port + targets - 1 > kMaxPort) {
     return InvalidPlan(
         kPortOverflow,
         absl::StrCat("base_port ", config.base_port, " and ", targets,
@@ -106,11 +116,12 @@ absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config) {
   counts.base_port = static_cast<int>(config.base_port);
 
   if (config.weight_chunked_mem_mb < 0 ||
-      config.weight_chunked_mem_mb > (int64_t{1} << 40)) {
+      config.weight_chunked_mem_mb > (kMaxBucketBytes >> 20)) {
     return InvalidPlan(
         kInvalidBucketBytes,
         absl::StrCat("weight_chunked_mem_mb is ", config.weight_chunked_mem_mb,
-                     "; it must be a number of MiB"));
+                     "; it must be between 1 and ", kMaxBucketBytes >> 20,
+                     " MiB"));
   }
   const int64_t chunked = config.weight_chunked_mem_mb << 20;
   if (chunked > 0 && config.bucket_size != 0 && config.bucket_size != chunked) {
@@ -125,28 +136,36 @@ absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config) {
   } else if (chunked > 0) {
     counts.bucket_bytes = chunked;
   }
-  if (counts.bucket_bytes < kMinBucketBytes) {
-    return InvalidPlan(
-        kInvalidBucketBytes,
-        absl::StrCat("bucket_size is ", config.bucket_size,
-                     "; it must be at least ", kMinBucketBytes, " bytes"));
+  if (counts.bucket_bytes < kMinBucketBytes ||
+      counts.bucket_bytes > kMaxBucketBytes) {
+    return InvalidPlan(kInvalidBucketBytes,
+                       absl::StrCat("bucket_size is ", config.bucket_size,
+                                    "; it must be between ", kMinBucketBytes,
+                                    " and ", kMaxBucketBytes, " bytes"));
   }
   return counts;
 }
 
+absl::Status CheckPaired(const TransferCounts& counts) {
+  if (counts.sharding != TrainingSharding::kZero3 ||
+      counts.training_gpus >= counts.targets()) {
+    return absl::OkStatus();
+  }
+  return InvalidPlan(
+      kTooFewTrainers,
+      absl::StrCat("training_gpus is ", counts.training_gpus,
+                   "; PAIRED under zero3 needs one for each of the ",
+                   counts.targets(), " inference workers"));
+}
+
 absl::StatusOr<PairedSchedule> SchedulePaired(const TransferCounts& counts) {
+  const absl::Status ok = CheckPaired(counts);
+  if (!ok.ok()) return ok;
   const int targets = counts.targets();
   PairedSchedule schedule;
-  int senders = std::min(counts.training_gpus, targets);
-  if (counts.sharding == TrainingSharding::kZero3) {
-    if (counts.training_gpus < targets) {
-      return InvalidPlan(kTooFewTrainers,
-                         absl::StrCat("training_gpus is ", counts.training_gpus,
-                                      "; zero3 needs one for each of the ",
-                                      targets, " inference workers"));
-    }
-    senders = counts.training_gpus;
-  }
+  const int senders = counts.sharding == TrainingSharding::kZero3
+                          ? counts.training_gpus
+                          : std::min(counts.training_gpus, targets);
   schedule.gather = counts.sharding != TrainingSharding::kDp;
   for (int rank = 0; rank < senders; ++rank) {
     PairedGroup group;
@@ -173,6 +192,15 @@ absl::StatusOr<BroadcastSchedule> ScheduleBroadcast(
         kInvalidCount,
         absl::StrCat("training_gpus is ", counts.training_gpus, ", which ",
                      stages, " pipeline stages do not divide"));
+  }
+  const int64_t listed = static_cast<int64_t>(stages) * counts.targets();
+  if (listed > kMaxListed) {
+    return PlanError(
+        absl::StatusCode::kResourceExhausted, kPlanTooLarge,
+        absl::StrCat("BROADCAST's ", stages, " groups of ", counts.targets(),
+                     " workers each would list ", listed,
+                     " targets; a plan lists at most ", kMaxListed,
+                     ": use SHARDED, or describe fewer stages or replicas"));
   }
   BroadcastSchedule schedule;
   for (int stage = 0; stage < stages; ++stage) {

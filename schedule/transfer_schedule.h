@@ -58,10 +58,13 @@ struct TransferCounts {
 // INVALID_ARGUMENT, naming the option:
 //   INVALID_COUNT         a count below one, or more than 2^20 workers or ranks
 //   UNKNOWN_SHARDING
-//   INVALID_BUCKET_BYTES  negative, too small, or two different ones
-//   PORT_OVERFLOW         a base_port with which a port would pass 65535, or
-//                         one that is no port
-absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config);
+//   INVALID_BUCKET_BYTES  negative, too small or too large, or two different
+//                         ones
+//   PORT_OVERFLOW         a base_port that is no port; or one with which a port
+//                         would pass 65535, under the policies that may number
+//                         ports from it (PAIRED, and AUTO, which may take it)
+absl::StatusOr<TransferCounts> CheckConfig(const TransferConfig& config,
+                                           Policy policy = Policy::kPaired);
 
 struct PairedTarget {
   int replica = 0;
@@ -91,6 +94,8 @@ struct PairedSchedule {
 // dp and fsdp: min(training_gpus, replicas * tp) senders. zero3: all ranks take
 // part; TOO_FEW_TRAINERS when they are fewer than the targets.
 absl::StatusOr<PairedSchedule> SchedulePaired(const TransferCounts& counts);
+// Its error, without the schedule.
+absl::Status CheckPaired(const TransferCounts& counts);
 
 struct BroadcastSchedule {
   std::vector<int> head_ranks;  // one per pipeline stage
@@ -98,7 +103,8 @@ struct BroadcastSchedule {
 };
 
 // `stages` of training_gpus / stages ranks each; INVALID_COUNT when they do not
-// divide.
+// divide, RESOURCE_EXHAUSTED PLAN_TOO_LARGE when every group listing every
+// worker would take more than 2^22 entries.
 absl::StatusOr<BroadcastSchedule> ScheduleBroadcast(
     const TransferCounts& counts, int stages = 1);
 

@@ -91,6 +91,12 @@ TEST(BroadcastTest, OneHeadPerStageAndEveryWorker) {
   EXPECT_EQ(schedule->world_size, 7);
   EXPECT_EQ(ReasonOf(ScheduleBroadcast(*counts, 3).status()), "INVALID_COUNT");
   EXPECT_EQ(ReasonOf(ScheduleBroadcast(*counts, 0).status()), "INVALID_COUNT");
+  const absl::Status too_many =
+      ScheduleBroadcast(*CheckConfig(Config("fsdp", 1 << 10, 1 << 16, 1)),
+                        1 << 10)
+          .status();
+  EXPECT_EQ(too_many.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(too_many), "PLAN_TOO_LARGE");
 }
 
 TEST(ConfigTest, BadOptionsAreNamedWithAReason) {
@@ -125,6 +131,20 @@ TEST(ConfigTest, PortsPast65535AreAnErrorBeforeAnythingStarts) {
             "PORT_OVERFLOW");
 }
 
+TEST(ConfigTest, PortsAreCountedOnlyWhereTheyAreUsed) {
+  const TransferConfig config = Config("dp", 1, 2, 2, 65535);
+  EXPECT_TRUE(CheckConfig(config, Policy::kSharded).ok());
+  EXPECT_TRUE(CheckConfig(config, Policy::kBroadcast).ok());
+  // AUTO may take PAIRED.
+  for (Policy policy : {Policy::kPaired, Policy::kAuto}) {
+    EXPECT_EQ(ReasonOf(CheckConfig(config, policy).status()), "PORT_OVERFLOW");
+  }
+  // What is no port is none under any policy.
+  EXPECT_EQ(ReasonOf(CheckConfig(Config("dp", 1, 1, 1, 65536), Policy::kSharded)
+                         .status()),
+            "PORT_OVERFLOW");
+}
+
 TEST(ConfigTest, BucketSizeHasTwoNames) {
   TransferConfig config = Config("dp", 1, 1, 1);
   EXPECT_EQ(CheckConfig(config)->bucket_bytes, kDefaultBucketBytes);
@@ -138,7 +158,11 @@ TEST(ConfigTest, BucketSizeHasTwoNames) {
   EXPECT_EQ(CheckConfig(config)->bucket_bytes, 63 << 20);
   config.bucket_size = -1;
   EXPECT_EQ(ReasonOf(CheckConfig(config).status()), "INVALID_BUCKET_BYTES");
+  config.bucket_size = kMaxBucketBytes + 1;
+  EXPECT_EQ(ReasonOf(CheckConfig(config).status()), "INVALID_BUCKET_BYTES");
   config.bucket_size = 0;
+  config.weight_chunked_mem_mb = int64_t{1} << 44;  // past an int64 in bytes
+  EXPECT_EQ(ReasonOf(CheckConfig(config).status()), "INVALID_BUCKET_BYTES");
   config.weight_chunked_mem_mb = -5;
   EXPECT_EQ(ReasonOf(CheckConfig(config).status()), "INVALID_BUCKET_BYTES");
 }

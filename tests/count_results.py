@@ -4,6 +4,7 @@
 Usage: count_results.py bazel EVENTS.json   (--build_event_json_file of `bazel test`)
        count_results.py junit RESULTS.xml   (pytest --junit-xml)
        count_results.py chaos RUN.json      (tests/chaos/run.sh --json)
+       count_results.py model RUN.json      (tests/model/run.sh --json)
 Prints `PASSED FAILED SKIPPED` on stdout, and what failed on stderr.
 """
 
@@ -110,8 +111,18 @@ def count_chaos(path):
     return passed, failed, 0
 
 
+def count_model(path):
+    """Every configuration and every mutant of the protocol's model is a test."""
+    with open(path, encoding="utf-8") as file:
+        run = json.load(file)
+    failed = [f"model: {name}" for name in run["failed"]]
+    if not run["passed"] and not failed:
+        failed.append("model: nothing was searched")
+    return len(run["passed"]), failed, 0
+
+
 def main(arguments):
-    kinds = {"bazel": count_bazel, "junit": count_xml, "chaos": count_chaos}
+    kinds = {"bazel": count_bazel, "junit": count_xml, "chaos": count_chaos, "model": count_model}
     if len(arguments) != 2 or arguments[0] not in kinds:
         print(__doc__, file=sys.stderr)
         return 2

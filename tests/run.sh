@@ -4,7 +4,8 @@
 #
 # Usage: tests/run.sh [--fast] [--filter REGEX]
 #   --fast          leaves out what takes minutes: large test targets, clusters of daemons that
-#                   move real models, chaos trials, the check that the benchmarks run
+#                   move real models, the protocol's model, chaos trials, the check that the
+#                   benchmarks run
 #   --filter REGEX  runs only the steps, Bazel targets and Python files whose name matches
 #                   (extended regular expression), for example 'format', '//schedule',
 #                   'reflection_test'
@@ -206,6 +207,13 @@ if ((${#python_tests[@]} > 0)); then
     echo "FAILED environment: tests/requirements.txt could not be installed"
     failed=$((failed + 1))
   fi
+fi
+
+if [[ -z "$fast" ]] && wanted model; then
+  heading "model (each configuration and each mutant is a test)"
+  tests/model/run.sh --json "$work/model.json" || echo "model: there are findings"
+  add "$("$PYTHON" tests/count_results.py model "$work/model.json")"
+  took
 fi
 
 if [[ -z "$fast" ]] && wanted chaos; then

@@ -24,6 +24,7 @@
 #include "client/ctl/names.h"
 #include "client/ctl/plan.h"
 #include "client/ctl/render.h"
+#include "nlohmann/json.hpp"
 #include "proto/plan.h"
 #include "proto/status.h"
 #include "schedule/describe.h"
@@ -136,6 +137,28 @@ absl::StatusOr<std::string> ToJson(const google::protobuf::Message& message,
   return text;
 }
 
+// With --json an error is one object on one line, on the same screen as the
+// sentence for people would be.
+void PrintError(const Screen& screen, bool json, const absl::Status& status,
+                const std::string& help) {
+  const bool usage = !help.empty();
+  if (!json) {
+    *screen.err << "weightsyncctl: ";
+    if (!usage) *screen.err << ErrorReason(status) << ": ";
+    *screen.err << status.message() << "\n";
+    if (usage) *screen.err << "\n" << help;
+    return;
+  }
+  nlohmann::ordered_json error;
+  error["code"] = absl::StatusCodeToString(status.code());
+  error["reason"] = usage ? "USAGE" : ErrorReason(status);
+  error["message"] = std::string(status.message());
+  // What comes from a command line need not be UTF-8.
+  *screen.err << error.dump(-1, ' ', false,
+                            nlohmann::ordered_json::error_handler_t::replace)
+              << "\n";
+}
+
 int ExitOf(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -198,13 +221,12 @@ class Ctl {
                                       const char* usage);
 
   int Fail(const absl::Status& status) {
-    *screen_.err << "weightsyncctl: " << ErrorReason(status) << ": "
-                 << status.message() << "\n";
+    PrintError(screen_, arguments_.json, status, "");
     return ExitOf(status);
   }
   int Usage(const std::string& message) {
-    *screen_.err << "weightsyncctl: " << message << "\n\n"
-                 << CommandHelp(arguments_.command);
+    PrintError(screen_, arguments_.json, absl::InvalidArgumentError(message),
+               CommandHelp(arguments_.command));
     return kExitUsage;
   }
   int UsageOf(const absl::Status& status) {
@@ -744,25 +766,27 @@ int Ctl::Delete() {
   const auto name = OneName(version ? "versions" : "replicas",
                             "delete needs a VERSION or a REPLICA");
   if (!name.has_value()) return kExitUsage;
-  absl::Status status;
+  const auto forgotten = [&] {
+    return absl::StrCat(*name, " is forgotten\n");
+  };
   if (version) {
     v1::DeleteVersionRequest request;
     request.set_name(*name);
     v1::DeleteVersionResponse response;
-    status = Call("DeleteVersion", [&](grpc::ClientContext* context) {
-      return stub_->DeleteVersion(context, request, &response);
-    });
-  } else {
-    v1::DeleteReplicaRequest request;
-    request.set_name(*name);
-    v1::DeleteReplicaResponse response;
-    status = Call("DeleteReplica", [&](grpc::ClientContext* context) {
-      return stub_->DeleteReplica(context, request, &response);
-    });
+    const absl::Status status =
+        Call("DeleteVersion", [&](grpc::ClientContext* context) {
+          return stub_->DeleteVersion(context, request, &response);
+        });
+    return status.ok() ? Print(response, forgotten) : Fail(status);
   }
-  if (!status.ok()) return Fail(status);
-  *screen_.out << *name << " is forgotten\n";
-  return kExitOk;
+  v1::DeleteReplicaRequest request;
+  request.set_name(*name);
+  v1::DeleteReplicaResponse response;
+  const absl::Status status =
+      Call("DeleteReplica", [&](grpc::ClientContext* context) {
+        return stub_->DeleteReplica(context, request, &response);
+      });
+  return status.ok() ? Print(response, forgotten) : Fail(status);
 }
 
 int Ctl::Adopt() {
@@ -786,10 +810,13 @@ int Ctl::Adopt() {
 absl::StatusOr<v1::PlanResponse> Ctl::AskPlan(const PlanOrder& order) {
   v1::PlanRequest request;
   request.set_model(order.registered);
-  const absl::StatusOr<schedule::Policy> policy = schedule::ParsePolicy(
-      order.spec.policy().empty() ? "auto" : order.spec.policy());
-  if (!policy.ok()) return policy.status();
-  request.set_policy(PolicyToProto(*policy));
+  // Without one it is the model's own, as it would run now.
+  if (!order.spec.policy().empty()) {
+    const absl::StatusOr<schedule::Policy> policy =
+        schedule::ParsePolicy(order.spec.policy());
+    if (!policy.ok()) return policy.status();
+    request.set_policy(PolicyToProto(*policy));
+  }
   v1::PlanResponse response;
   const absl::Status status = Call("Plan", [&](grpc::ClientContext* context) {
     return stub_->Plan(context, request, &response);
@@ -823,6 +850,12 @@ int Ctl::Plan() {
     response = ToPlanResponse(*report, absl::Now() - start);
     if (!arguments_.json) copies = RenderCopies(*report);
   }
+  if (arguments_.json && response.json().empty()) {
+    return Fail(ErrorStatus(
+        absl::StatusCode::kResourceExhausted, "PLAN_TOO_LARGE",
+        "the daemon left the JSON of this plan out, for one answer does not "
+        "hold it; the table, without --json, is there"));
+  }
   if (arguments_.json) {
     *screen_.out << response.json() << "\n";
   } else {
@@ -836,11 +869,15 @@ int Ctl::Plan() {
 int Run(const std::vector<std::string>& args,
         const std::string& default_address, const Screen& screen) {
   const absl::StatusOr<Arguments> parsed = Parse(args, default_address);
-  if (!parsed.ok()) {
-    *screen.err << "weightsyncctl: " << parsed.status().message() << "\n\n"
-                << GeneralHelp();
+  // Also when what stands beside it cannot be read.
+  const bool json =
+      std::find(args.begin(), args.end(), "--json") != args.end();
+  const auto usage = [&](const std::string& message) {
+    PrintError(screen, json, absl::InvalidArgumentError(message),
+               GeneralHelp());
     return kExitUsage;
-  }
+  };
+  if (!parsed.ok()) return usage(std::string(parsed.status().message()));
   const Arguments& arguments = *parsed;
   if (arguments.command.empty() || arguments.command == "help" ||
       arguments.help) {
@@ -849,11 +886,14 @@ int Run(const std::vector<std::string>& args,
       topic = arguments.positional.empty() ? "" : arguments.positional[0];
     }
     const std::string text = topic.empty() ? GeneralHelp() : CommandHelp(topic);
-    if (text.empty() || args.empty()) {
-      if (text.empty()) {
-        *screen.err << "weightsyncctl: there is no command " << topic << "\n\n";
-      }
-      *screen.err << GeneralHelp();
+    if (text.empty()) {
+      return usage(absl::StrCat("there is no command ", topic));
+    }
+    if (json && arguments.command.empty() && !arguments.help) {
+      return usage("a command is missing");
+    }
+    if (args.empty()) {
+      *screen.err << text;
       return kExitUsage;
     }
     *screen.out << text;
@@ -876,15 +916,13 @@ int Run(const std::vector<std::string>& args,
     if (arguments.command != command.name) continue;
     auto channel = client::MakeChannel(arguments.address);
     if (!channel.ok()) {
+      if (json) return usage(std::string(channel.status().message()));
       *screen.err << "weightsyncctl: " << channel.status().message() << "\n";
       return kExitUsage;
     }
     return (Ctl(arguments, *std::move(channel), screen).*command.run)();
   }
-  *screen.err << "weightsyncctl: there is no command " << arguments.command
-              << "\n\n"
-              << GeneralHelp();
-  return kExitUsage;
+  return usage(absl::StrCat("there is no command ", arguments.command));
 }
 
 }  // namespace ctl

@@ -95,7 +95,7 @@ Its replicas finish what they do and get no more updates, it takes no new ones,
 and its store is no holder any more; --undo takes that back.
 )"},
     {"delete", "forget a version or a replica",
-     R"(weightsyncctl delete VERSION | REPLICA
+     R"(weightsyncctl delete VERSION | REPLICA [--json]
 
 Forgets a version that nobody serves and frees its bytes, or a replica that is
 gone. MODEL/3 is a version, MODEL/NAME a replica.
@@ -128,16 +128,19 @@ daemon at --address.
   --training_gpus T         trainer ranks
   --inference_replicas R, --inference_tp P
                             engines, and GPUs of each
-  --policy X                auto (the default: the cheapest), paired,
-                            broadcast or sharded
-  --bucket_size B           bytes; or --weight_chunked_mem_mb in MiB
+  --policy X                auto (the default: the cheapest that can be had),
+                            paired, broadcast or sharded
+  --bucket_size B           bytes (default 256 MiB); or
+                            --weight_chunked_mem_mb in MiB
   --base_port P             of the first pair; ports are shown with PAIRED
-  --link_gbps G             of each node's link, in Gbit/s (default 100)
+  --link_gbps G             of each node's link, in Gbit/s (default 100;
+                            0.001 to 1000000)
   --copy_gbytes_per_second C
-                            of a node's memory (default 10)
+                            of a node's memory (default 10; the same range)
   --gpus_per_node N         on both sides (default 8)
   --training_pp N, --training_tp N, --training_ep N, --inference_ep N
                             pipeline, tensor and expert parallelism
+                            (default 1)
   --worker R:T              lists every copy of that worker; may be repeated
 )"},
     {"help", "this, or help about a command", "weightsyncctl help [COMMAND]\n"},
@@ -164,7 +167,8 @@ usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
                      this machine (/run/weightsync/weightsyncd.sock, else
                      127.0.0.1:7670).
   --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; watch: never.
-  --json             protobuf JSON, for programs
+  --json             protobuf JSON, for programs; errors are one object on
+                     stderr: {"code", "reason", "message"}
 
 exit codes: 0 ok, 1 error, 2 usage, 3 unreachable, 4 not found, 5 the watched
 version was aborted

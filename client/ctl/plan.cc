@@ -3,12 +3,12 @@
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/io/tokenizer.h>
 #include <google/protobuf/text_format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <set>
 
 #include "absl/strings/match.h"
@@ -17,10 +17,12 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "client/cc/wire_time.h"
 #include "client/ctl/format.h"
 #include "client/ctl/names.h"
 #include "proto/status.h"
+#include "schedule/error.h"
 #include "schedule/safetensors_catalog.h"
 
 namespace weightsync {
@@ -84,36 +86,85 @@ absl::Status CannotOpen(const std::string& path) {
       absl::StrCat("cannot read ", path, ": ", std::strerror(error)));
 }
 
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
+// Opens a regular file; `bytes` is its size. What `--catalog` and `--config`
+// take may also be a pipe or /dev/stdin, of which the size is not known: -1.
+absl::StatusOr<std::ifstream> OpenFile(const std::string& path,
+                                       int64_t* bytes) {
+  struct stat info;
   errno = 0;
+  if (stat(path.c_str(), &info) != 0) return CannotOpen(path);
+  if (S_ISDIR(info.st_mode)) {
+    return ErrorStatus(
+        absl::StatusCode::kInvalidArgument, "FILE_UNREADABLE",
+        absl::StrCat(path,
+                     " is a directory; name a file in it, such as its "
+                     "model.safetensors.index.json"));
+  }
+  *bytes = S_ISREG(info.st_mode) ? static_cast<int64_t>(info.st_size) : -1;
   std::ifstream file(path, std::ios::binary);
   if (!file) return CannotOpen(path);
-  std::string text((std::istreambuf_iterator<char>(file)),
-                   std::istreambuf_iterator<char>());
-  if (file.bad()) return CannotOpen(path);
+  return file;
+}
+
+absl::StatusOr<std::string> ReadFile(const std::string& path) {
+  int64_t bytes = 0;
+  absl::StatusOr<std::ifstream> file = OpenFile(path, &bytes);
+  if (!file.ok()) return file.status();
+  std::string text;
+  char block[65536];
+  do {
+    file->read(block, sizeof(block));
+    text.append(block, static_cast<size_t>(file->gcount()));
+    if (text.size() > kMaxHeaderBytes) {
+      return ErrorStatus(absl::StatusCode::kInvalidArgument, "FILE_UNREADABLE",
+                         absl::StrCat(path, " has more than ", kMaxHeaderBytes,
+                                      " bytes, which no such file has"));
+    }
+  } while (*file);
+  if (file->bad()) return CannotOpen(path);
   return text;
 }
 
-// The JSON of a safetensors file's header.
-absl::StatusOr<std::string> ReadHeader(const std::string& path) {
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return CannotOpen(path);
+absl::Status NoSafetensors(const std::string& path, const std::string& why) {
+  return ErrorStatus(absl::StatusCode::kInvalidArgument, "INVALID_SAFETENSORS",
+                     absl::StrCat(path, ": ", why));
+}
+
+// The header of a safetensors file, and how much the file has behind it.
+absl::StatusOr<schedule::SafetensorsFile> ReadHeader(const std::string& folder,
+                                                     const std::string& name) {
+  const std::string path = folder + name;
+  int64_t file_bytes = 0;
+  absl::StatusOr<std::ifstream> file = OpenFile(path, &file_bytes);
+  if (!file.ok()) return file.status();
   unsigned char length[8];
   uint64_t bytes = 0;
-  bool ok = !!file.read(reinterpret_cast<char*>(length), sizeof(length));
-  for (int i = 7; i >= 0; --i) bytes = bytes << 8 | length[i];
-  std::string header;
-  ok = ok && bytes <= kMaxHeaderBytes;
-  if (ok) {
-    header.resize(bytes);
-    ok = !!file.read(&header[0], static_cast<std::streamsize>(bytes));
+  if (!file->read(reinterpret_cast<char*>(length), sizeof(length))) {
+    return NoSafetensors(path,
+                         "it is shorter than the 8 bytes that a safetensors "
+                         "file begins with");
   }
-  if (ok) return header;
-  return ErrorStatus(absl::StatusCode::kInvalidArgument, "INVALID_SAFETENSORS",
-                     absl::StrCat(path,
-                                  " does not begin with the header of a "
-                                  "safetensors file"));
+  for (int i = 7; i >= 0; --i) bytes = bytes << 8 | length[i];
+  if (bytes > kMaxHeaderBytes ||
+      (file_bytes >= 0 && bytes > static_cast<uint64_t>(file_bytes) - 8)) {
+    return NoSafetensors(
+        path, absl::StrCat("it is no safetensors file, or it is cut short: "
+                           "its first 8 bytes announce a header of ",
+                           bytes, " bytes",
+                           file_bytes < 0 ? std::string()
+                                          : absl::StrCat(", and the file has ",
+                                                         file_bytes)));
+  }
+  schedule::SafetensorsFile out;
+  out.name = name;
+  out.header.resize(bytes);
+  if (!file->read(&out.header[0], static_cast<std::streamsize>(bytes))) {
+    return NoSafetensors(path, "it ends inside of its header");
+  }
+  if (file_bytes >= 0) {
+    out.data_bytes = file_bytes - 8 - static_cast<int64_t>(bytes);
+  }
+  return out;
 }
 
 class FirstError : public google::protobuf::io::ErrorCollector {
@@ -129,22 +180,85 @@ class FirstError : public google::protobuf::io::ErrorCollector {
   std::string text_;
 };
 
-absl::Status ReadConfig(const std::string& path, v1::PlanSpec* spec) {
+// The reason under which a field's value is refused.
+const char* ReasonFor(const FieldDescriptor& field) {
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_DOUBLE) {
+    return schedule::kInvalidRate;
+  }
+  if (field.name() == "base_port") return schedule::kPortOverflow;
+  return field.name() == "bucket_size" ||
+                 field.name() == "weight_chunked_mem_mb"
+             ? schedule::kInvalidBucketBytes
+             : schedule::kInvalidCount;
+}
+
+// In a PlanSpec a zero cannot be told from a field that was left out, and means
+// its default. Who writes it down means zero, which nothing can be.
+absl::Status RefuseNothing(const v1::PlanSpec& spec, const std::string& name) {
+  const FieldDescriptor& field =
+      *v1::PlanSpec::descriptor()->FindFieldByName(name);
+  const google::protobuf::Reflection& reflection = *spec.GetReflection();
+  bool empty = false;
+  // Those without a default are missed later, and by name.
+  for (const char* required : {"training_sharding", "training_gpus",
+                               "inference_replicas", "inference_tp"}) {
+    if (name == required) return absl::OkStatus();
+  }
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_STRING:
+      if (!reflection.GetString(spec, &field).empty()) return absl::OkStatus();
+      return ErrorStatus(absl::StatusCode::kInvalidArgument, "OPTION_EMPTY",
+                         absl::StrCat(name,
+                                      " is empty; name one or leave it "
+                                      "out"));
+    case FieldDescriptor::CPPTYPE_DOUBLE:
+      empty = reflection.GetDouble(spec, &field) == 0;
+      break;
+    case FieldDescriptor::CPPTYPE_INT64:
+      empty = reflection.GetInt64(spec, &field) == 0;
+      break;
+    default:
+      empty = reflection.GetInt32(spec, &field) == 0;
+      break;
+  }
+  if (!empty) return absl::OkStatus();
+  return ErrorStatus(absl::StatusCode::kInvalidArgument, ReasonFor(field),
+                     absl::StrCat(name,
+                                  " is 0; it must be positive, or be "
+                                  "left out for its default"));
+}
+
+// `given`: the names of the fields that the file sets.
+absl::Status ReadConfig(const std::string& path, v1::PlanSpec* spec,
+                        std::set<std::string>* given) {
   absl::StatusOr<std::string> text = ReadFile(path);
   if (!text.ok()) return text.status();
   google::protobuf::TextFormat::Parser parser;
   FirstError error;
   parser.RecordErrorsTo(&error);
-  if (parser.ParseFromString(*text, spec)) return absl::OkStatus();
+  google::protobuf::TextFormat::ParseInfoTree places;
+  parser.WriteLocationsTo(&places);
+  if (parser.ParseFromString(*text, spec)) {
+    for (int i = 0; i < v1::PlanSpec::descriptor()->field_count(); ++i) {
+      const FieldDescriptor* field = v1::PlanSpec::descriptor()->field(i);
+      if (places.GetLocation(field, -1).line >= 0) given->insert(field->name());
+    }
+    return absl::OkStatus();
+  }
   std::vector<std::string> names;
   for (int i = 0; i < v1::PlanSpec::descriptor()->field_count(); ++i) {
     names.push_back(v1::PlanSpec::descriptor()->field(i)->name());
   }
   return ErrorStatus(absl::StatusCode::kInvalidArgument, "CONFIG_INVALID",
-                     absl::StrCat(path, error.text(),
-                                  " A configuration is lines of \"name: "
+                     absl::StrCat(path, absl::StripSuffix(error.text(), "."),
+                                  ". A configuration is lines of \"name: "
                                   "value\"; names are ",
                                   absl::StrJoin(names, ", ")));
+}
+
+// "1 rank", "3 ranks".
+std::string Counted(int64_t count, const char* what) {
+  return absl::StrCat(count, " ", what, count == 1 ? "" : "s");
 }
 
 std::string Bar(double part) {
@@ -193,44 +307,53 @@ bool IsPlanOption(absl::string_view name) {
 }
 
 absl::StatusOr<schedule::Catalog> ReadCatalog(const std::string& path) {
-  std::vector<std::string> headers;
-  if (absl::EndsWith(path, ".json")) {
-    absl::StatusOr<std::string> index = ReadFile(path);
-    if (!index.ok()) return index.status();
-    absl::StatusOr<std::vector<std::string>> files =
-        schedule::FilesOfSafetensorsIndex(*index);
-    if (!files.ok()) return files.status();
-    const size_t slash = path.rfind('/');
-    const std::string folder =
-        slash == std::string::npos ? "" : path.substr(0, slash + 1);
-    for (const std::string& file : *files) {
-      absl::StatusOr<std::string> header =
-          ReadHeader(absl::StrCat(folder, file));
-      if (!header.ok()) return header.status();
-      headers.push_back(*std::move(header));
-    }
-  } else {
-    absl::StatusOr<std::string> header = ReadHeader(path);
-    if (!header.ok()) return header.status();
-    headers.push_back(*std::move(header));
+  const size_t slash = path.rfind('/');
+  const std::string folder =
+      slash == std::string::npos ? "" : path.substr(0, slash + 1);
+  std::vector<schedule::SafetensorsFile> files;
+  if (!absl::EndsWith(path, ".json")) {
+    absl::StatusOr<schedule::SafetensorsFile> file = ReadHeader("", path);
+    if (!file.ok()) return file.status();
+    files.push_back(*std::move(file));
+    return schedule::CatalogFromSafetensors(files);
   }
-  const std::vector<absl::string_view> views(headers.begin(), headers.end());
-  return schedule::CatalogFromSafetensors(views);
+  absl::StatusOr<std::string> text = ReadFile(path);
+  if (!text.ok()) return text.status();
+  const absl::StatusOr<schedule::SafetensorsIndex> index =
+      schedule::ParseSafetensorsIndex(*text);
+  if (!index.ok()) {
+    return NoSafetensors(path, std::string(index.status().message()));
+  }
+  for (const std::string& name : index->Files()) {
+    absl::StatusOr<schedule::SafetensorsFile> file = ReadHeader(folder, name);
+    if (!file.ok()) return file.status();
+    files.push_back(*std::move(file));
+  }
+  return schedule::CatalogFromSafetensors(files, &*index);
 }
 
 absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
   PlanOrder order;
   std::set<std::string> given;
+  // Fields of the spec, by option or in the file.
+  std::set<std::string> written;
   for (const auto& option : options) {
-    given.insert(option.first);
-    if (option.first != "config") continue;
-    const absl::Status read = ReadConfig(option.second, &order.spec);
+    const bool again = !given.insert(option.first).second;
+    if (option.first != "config") continue;  // of others the last one counts
+    if (again) return Usage("--config is given twice; it names one file");
+    const absl::Status read = ReadConfig(option.second, &order.spec, &written);
     if (!read.ok()) return read;
   }
   // One thing under two names: the option is meant, not the file.
-  if (given.count("bucket_size") > 0) order.spec.clear_weight_chunked_mem_mb();
-  if (given.count("weight_chunked_mem_mb") > 0) order.spec.clear_bucket_size();
-  if (given.count("catalog") > 0) order.spec.clear_model();
+  for (const auto& names :
+       {std::make_pair("bucket_size", "weight_chunked_mem_mb"),
+        std::make_pair("weight_chunked_mem_mb", "bucket_size"),
+        std::make_pair("catalog", "model")}) {
+    if (given.count(names.first) == 0) continue;
+    order.spec.GetReflection()->ClearField(
+        &order.spec, v1::PlanSpec::descriptor()->FindFieldByName(names.second));
+    written.erase(names.second);
+  }
   for (const auto& option : options) {
     const std::string& name = option.first;
     const std::string& value = option.second;
@@ -253,7 +376,11 @@ absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
     } else {
       const absl::Status set = SetField(name, value, &order.spec);
       if (!set.ok()) return set;
+      written.insert(name);
     }
+  }
+  if (given.count("catalog") > 0 && given.count("model") > 0) {
+    return Usage("--model and --catalog both say what is to be sent; give one");
   }
   if (!order.registered.empty()) {
     for (const std::string& name : given) {
@@ -263,7 +390,11 @@ absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
       }
     }
   }
-  if (!order.catalog_path.empty()) {
+  for (const std::string& name : written) {
+    const absl::Status something = RefuseNothing(order.spec, name);
+    if (!something.ok()) return something;
+  }
+  if (given.count("catalog") > 0) {
     absl::StatusOr<schedule::Catalog> catalog = ReadCatalog(order.catalog_path);
     if (!catalog.ok()) return catalog.status();
     order.catalog = std::make_unique<schedule::Catalog>(*std::move(catalog));
@@ -278,7 +409,8 @@ std::string PlanTitle(const PlanOrder& order) {
   const v1::PlanSpec& spec = order.spec;
   std::string title = absl::StrCat(
       order.catalog == nullptr ? spec.model() : LastPart(order.catalog_path),
-      ", ", spec.training_gpus(), " trainer GPUs (", spec.training_sharding());
+      ", ", Counted(spec.training_gpus(), "trainer GPU"), " (",
+      spec.training_sharding());
   for (const auto& ways : {std::make_pair("pp", spec.training_pp()),
                            std::make_pair("tp", spec.training_tp()),
                            std::make_pair("ep", spec.training_ep())}) {
@@ -286,7 +418,8 @@ std::string PlanTitle(const PlanOrder& order) {
       absl::StrAppend(&title, ", ", ways.first, " ", ways.second);
     }
   }
-  absl::StrAppend(&title, ") to ", spec.inference_replicas(), " replicas x tp ",
+  absl::StrAppend(&title, ") to ",
+                  Counted(spec.inference_replicas(), "replica"), " x tp ",
                   spec.inference_tp());
   if (spec.inference_ep() > 1) {
     absl::StrAppend(&title, " ep ", spec.inference_ep());
@@ -318,14 +451,15 @@ std::string RenderPlan(const std::string& title,
   const std::pair<const char*, std::string> facts[] = {
       {"bytes of the model",
        absl::StrCat(HumanBytes(response.total_bytes()), " in ",
-                    WithCommas(response.bucket_count()), " buckets")},
+                    WithCommas(response.bucket_count()),
+                    response.bucket_count() == 1 ? " bucket" : " buckets")},
       {"over the network", HumanBytes(response.wire_bytes())},
-      {"sent by",
-       senders.empty()
-           ? std::string("nobody")
-           : absl::StrCat(senders.size(), " ranks: ", RangesText(senders))},
+      {"sent by", senders.empty()
+                      ? std::string("nobody")
+                      : absl::StrCat(Counted(senders.size(), "rank"), ": ",
+                                     RangesText(senders))},
       {"most staging on a node", HumanBytes(response.staging_bytes_per_node())},
-      {"bound by", response.bound_by()},
+      {"transfer bound by", response.bound_by()},
       {"no transfer is faster than",
        HumanDuration(FromProto(response.lower_bound()))}};
   for (const auto& fact : facts) {
@@ -369,7 +503,8 @@ std::string RenderPlan(const std::string& title,
     absl::StrAppend(&out, "... ", WithCommas(response.groups_size()),
                     " groups in all; --json lists them\n");
   }
-  absl::StrAppend(&out, "\npolicies weighed: ", response.explanation(),
+  absl::StrAppend(&out, "\nsnapshot, gather and transfer run at once; ",
+                  "pauses follow\npolicies weighed: ", response.explanation(),
                   "\nplan ", response.plan_digest(), ", made in ",
                   HumanDuration(FromProto(response.plan_duration())), "\n");
   return out;

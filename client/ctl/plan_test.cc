@@ -63,12 +63,21 @@ class PlanTest : public ::testing::Test {
     return path;
   }
 
-  std::string Safetensors(const std::string& name, const std::string& header) {
+  std::string Safetensors(const std::string& name, const std::string& header,
+                          int64_t data_bytes = 0) {
     std::string text;
     for (int i = 0; i < 8; ++i) {
       text.push_back(static_cast<char>(header.size() >> (8 * i) & 0xff));
     }
-    return Write(name, text + header);
+    return Write(name, text + header + std::string(data_bytes, '\0'));
+  }
+
+  // What is on stderr under --json: one object, and nothing else.
+  Json Error() {
+    EXPECT_EQ(out_.str(), "");
+    const Json error = Json::parse(err_.str(), nullptr, false);
+    EXPECT_TRUE(error.is_object()) << err_.str();
+    return error;
   }
 
   std::ostringstream out_;
@@ -166,10 +175,11 @@ TEST_F(PlanTest, ACatalogFromAFileAndFromAnIndex) {
   const std::string one = Safetensors(
       "one.safetensors",
       R"({"a": {"dtype": "BF16", "shape": [64, 32], "data_offsets": [0, 4096]},
-          "__metadata__": {"format": "pt"}})");
+          "__metadata__": {"format": "pt"}})",
+      4096);
   Safetensors(
       "two.safetensors",
-      R"({"b": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}})");
+      R"({"b": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}})", 32);
   const std::string index = Write(
       "model.safetensors.index.json",
       R"({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})");
@@ -217,10 +227,73 @@ TEST_F(PlanTest, BadCatalogsNameTheParameter) {
                 AllOf(StartsWith(std::string("weightsyncctl: ") + c.reason),
                       HasSubstr("'w'")));
   }
-  EXPECT_EQ(PlanOf("--catalog=" + Write("text", "hello")), kExitError);
-  EXPECT_THAT(err_.str(), HasSubstr("INVALID_SAFETENSORS"));
   EXPECT_EQ(PlanOf("--catalog=/nowhere/x.safetensors"), kExitNotFound);
   EXPECT_THAT(err_.str(), HasSubstr("FILE_UNKNOWN"));
+}
+
+TEST_F(PlanTest, BadCatalogFilesAreNamed) {
+  const std::string w =
+      R"({"w": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}})";
+  const std::string good = Safetensors("good.safetensors", w, 8);
+  const std::string folder = good.substr(0, good.rfind('/'));
+  const auto index = [&](const std::string& text) {
+    return Write("odd.index.json", text);
+  };
+  const struct {
+    std::string path;
+    std::vector<std::string> words;
+  } kCases[] = {
+      {Write("short", "hello"), {"short: ", "shorter than the 8 bytes"}},
+      {Write("text", "hello, this is no safetensors"),
+       {"text: ", "no safetensors file"}},
+      {Safetensors("list.safetensors", "[]"),
+       {"list.safetensors: ", "not a JSON object"}},
+      {Safetensors("none.safetensors", "{}"),
+       {"none.safetensors: ", "no tensor"}},
+      {Safetensors("cut.safetensors", w, 7),
+       {"cut.safetensors: it is cut short", "8 bytes", "has 7"}},
+      {Safetensors("long.safetensors", w, 9),
+       {"long.safetensors: it is too long"}},
+  };
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(c.path);
+    EXPECT_EQ(PlanOf("--catalog=" + c.path), kExitError);
+    EXPECT_THAT(err_.str(), StartsWith("weightsyncctl: INVALID_SAFETENSORS: "));
+    for (const std::string& word : c.words) {
+      EXPECT_THAT(err_.str(), HasSubstr(word));
+    }
+    EXPECT_EQ(out_.str(), "");
+  }
+  const struct {
+    const char* text;
+    const char* words;
+  } kIndices[] = {
+      {"hello", "odd.index.json: it is not JSON"},
+      {R"({"model_type": "llama"})", "odd.index.json: it has no weight_map"},
+      {R"({"weight_map": {}})", "odd.index.json: its weight_map is empty"},
+      {R"({"weight_map": {"w": 7}})", "odd.index.json: parameter 'w'"},
+      {R"({"weight_map": {"w": "../good.safetensors"}})",
+       "odd.index.json: parameter 'w'"},
+      {R"({"weight_map": {"v": "good.safetensors"}})",
+       "good.safetensors: parameter 'w' is not in the index"},
+      {R"({"weight_map": {"w": "good.safetensors", "v": "good.safetensors"}})",
+       "good.safetensors: parameter 'v' is not in it"},
+      {R"({"weight_map": {"w": "cut.safetensors", "v": "good.safetensors"}})",
+       "good.safetensors: parameter 'w' is in cut.safetensors, too"},
+  };
+  for (const auto& c : kIndices) {
+    EXPECT_EQ(PlanOf("--catalog=" + index(c.text)), kExitError) << c.text;
+    EXPECT_THAT(err_.str(),
+                AllOf(HasSubstr("weightsyncctl: "), HasSubstr(c.words)));
+  }
+  EXPECT_EQ(PlanOf("--catalog=" + index(R"({"weight_map": {"w": "gone"}})")),
+            kExitNotFound);
+  EXPECT_EQ(PlanOf("--catalog=" + folder), kExitError);
+  EXPECT_THAT(err_.str(), AllOf(HasSubstr("FILE_UNREADABLE: "),
+                                HasSubstr(folder + " is a directory")));
+  EXPECT_EQ(Plan({"--config", folder}), kExitError);
+  EXPECT_THAT(err_.str(), HasSubstr(folder + " is a directory"));
+  EXPECT_EQ(PlanOf("--catalog=" + good), kExitOk) << err_.str();
 }
 
 TEST_F(PlanTest, BadOptionsHaveAReasonAndAnExitCode) {
@@ -237,6 +310,15 @@ TEST_F(PlanTest, BadOptionsHaveAReasonAndAnExitCode) {
       {{"--policy=fast"}, "UNKNOWN_POLICY"},
       {{"--link_gbps=-1"}, "INVALID_RATE"},
       {{"--link_gbps=nan"}, "INVALID_RATE"},
+      {{"--link_gbps=inf"}, "INVALID_RATE"},
+      {{"--link_gbps=1e-300"}, "INVALID_RATE"},
+      {{"--link_gbps=1e300"}, "INVALID_RATE"},
+      {{"--copy_gbytes_per_second=-2"}, "INVALID_RATE"},
+      {{"--bucket_size=16"}, "PLAN_TOO_LARGE"},
+      {{"--bucket_size=9223372036854775807"}, "INVALID_BUCKET_BYTES"},
+      {{"--weight_chunked_mem_mb=9223372036854775807"}, "INVALID_BUCKET_BYTES"},
+      {{"--policy=paired", "--base_port=65535"}, "PORT_OVERFLOW"},
+      {{"--base_port=-1"}, "PORT_OVERFLOW"},
       {{"--bucket_size=4"}, "INVALID_BUCKET_BYTES"},
       {{"--model=gpt-5"}, "UNKNOWN_MODEL"},
   };
@@ -257,6 +339,130 @@ TEST_F(PlanTest, BadOptionsHaveAReasonAndAnExitCode) {
   EXPECT_EQ(Plan({"--config", "/nowhere/c"}), kExitNotFound);
 }
 
+// Zero means "default" in a message, where it cannot be told from nothing. Who
+// writes it means zero.
+TEST_F(PlanTest, ZeroIsRefusedByNameWhereverItIsWritten) {
+  const std::pair<const char*, const char*> kFields[] = {
+      {"bucket_size", "INVALID_BUCKET_BYTES"},
+      {"weight_chunked_mem_mb", "INVALID_BUCKET_BYTES"},
+      {"base_port", "PORT_OVERFLOW"},
+      {"link_gbps", "INVALID_RATE"},
+      {"copy_gbytes_per_second", "INVALID_RATE"},
+      {"gpus_per_node", "INVALID_COUNT"},
+      {"training_pp", "INVALID_COUNT"},
+      {"training_tp", "INVALID_COUNT"},
+      {"training_ep", "INVALID_COUNT"},
+      {"inference_ep", "INVALID_COUNT"},
+      {"training_gpus", "INVALID_COUNT"},
+      {"inference_replicas", "INVALID_COUNT"},
+      {"inference_tp", "INVALID_COUNT"},
+  };
+  for (const auto& field : kFields) {
+    const std::string name = field.first;
+    for (const char* value : {"0", "-1"}) {
+      SCOPED_TRACE(name + " " + value);
+      const auto expect_refused = [&] {
+        EXPECT_THAT(err_.str(), StartsWith(std::string("weightsyncctl: ") +
+                                           field.second + ": " + name + " "));
+      };
+      std::vector<std::string> args = {"--model=qwen2.5-0.5b",
+                                       "--training_sharding=fsdp",
+                                       "--" + name + "=" + value};
+      for (const char* needed :
+           {"training_gpus", "inference_replicas", "inference_tp"}) {
+        if (name != needed) args.push_back(std::string("--") + needed + "=2");
+      }
+      EXPECT_EQ(Plan(args), kExitError);
+      expect_refused();
+      std::string config = name + ": " + value + "\n";
+      for (const std::string& arg : args) {
+        if (arg.compare(2, name.size() + 1, name + "=") == 0) continue;
+        const size_t equals = arg.find('=');
+        const std::string key = arg.substr(2, equals - 2);
+        const std::string text = arg.substr(equals + 1);
+        const bool number =
+            text.find_first_not_of("0123456789") == std::string::npos;
+        config += key + ": " + (number ? text : "\"" + text + "\"") + "\n";
+      }
+      EXPECT_EQ(Plan({"--config", Write("zero.textproto", config)}),
+                kExitError);
+      expect_refused();
+    }
+  }
+  // An option stands for what the file says.
+  const std::string config = Write("zero.textproto", "bucket_size: 0\n");
+  EXPECT_EQ(PlanOf("--model=qwen2.5-0.5b",
+                   {"--config", config, "--bucket_size=1048576"}),
+            kExitOk)
+      << err_.str();
+  EXPECT_EQ(PlanOf("--model=qwen2.5-0.5b",
+                   {"--config", config, "--weight_chunked_mem_mb=1"}),
+            kExitOk)
+      << err_.str();
+  EXPECT_EQ(PlanOf("--model=qwen2.5-0.5b", {"--policy="}), kExitError);
+  EXPECT_THAT(err_.str(), HasSubstr("OPTION_EMPTY: policy is empty"));
+}
+
+TEST_F(PlanTest, PortsArePairedsAlone) {
+  EXPECT_EQ(
+      PlanOf("--model=qwen2.5-0.5b", {"--policy=sharded", "--base_port=65535"}),
+      kExitOk)
+      << err_.str();
+}
+
+TEST_F(PlanTest, AutoSaysWhyAPolicyCannotBeHad) {
+  const std::vector<std::string> args = {
+      "--model=qwen2.5-0.5b", "--training_sharding=zero3", "--training_gpus=4",
+      "--inference_replicas=8", "--inference_tp=1"};
+  ASSERT_EQ(Plan(args), kExitOk) << err_.str();
+  EXPECT_THAT(out_.str(), StartsWith("SHARDED: "));
+  EXPECT_THAT(out_.str(), HasSubstr("PAIRED cannot be had (TOO_FEW_TRAINERS): "
+                                    "training_gpus is 4; "));
+  const Json json = PlanJson(args);
+  EXPECT_EQ(json["policies"][1]["reason"], "TOO_FEW_TRAINERS");
+}
+
+TEST_F(PlanTest, ErrorsAreJsonUnderJson) {
+  const struct {
+    std::vector<std::string> args;
+    int exit;
+    const char* code;
+    const char* reason;
+  } kCases[] = {
+      {{"--training_gpus=2", "--json"},
+       kExitError,
+       "INVALID_ARGUMENT",
+       "PLAN_SUBJECT_MISSING"},
+      {{"--json", "--config=/nowhere"},
+       kExitNotFound,
+       "NOT_FOUND",
+       "FILE_UNKNOWN"},
+      {{"--json", "--training_gpus=many"},
+       kExitUsage,
+       "INVALID_ARGUMENT",
+       "USAGE"},
+      {{"--json", "--gpus=2"}, kExitUsage, "INVALID_ARGUMENT", "USAGE"},
+      {{"--gpus=2", "--json"}, kExitUsage, "INVALID_ARGUMENT", "USAGE"},
+      {{"--json", "--training_gpus"}, kExitUsage, "INVALID_ARGUMENT", "USAGE"},
+      {{"--json", "\xff\xfe"}, kExitUsage, "INVALID_ARGUMENT", "USAGE"},
+      {{"--json", "--registered=m", "--timeout=100ms"},
+       kExitUnreachable,
+       "UNAVAILABLE",
+       "DAEMON_UNREACHABLE"},
+  };
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(c.args.back());
+    EXPECT_EQ(Plan(c.args), c.exit);
+    const Json error = Error();
+    EXPECT_EQ(error["code"], c.code);
+    EXPECT_EQ(error["reason"], c.reason);
+    EXPECT_FALSE(error["message"].get<std::string>().empty());
+  }
+  EXPECT_EQ(PlanOf("--model=qwen2.5-0.5b", {"--bucket_size=16", "--json"}),
+            kExitError);
+  EXPECT_EQ(Error()["code"], "RESOURCE_EXHAUSTED");
+}
+
 TEST_F(PlanTest, AWrongCommandLineShowsTheHelp) {
   for (const std::vector<std::string>& args :
        std::vector<std::vector<std::string>>{
@@ -265,6 +471,8 @@ TEST_F(PlanTest, AWrongCommandLineShowsTheHelp) {
            {"--training_gpus=99999999999"},
            {"--link_gbps=fast"},
            {"--worker=1"},
+           {"--config=/dev/null", "--config=/dev/null"},
+           {"--model=qwen2.5-0.5b", "--catalog=x.safetensors"},
            {"--registered=m", "--training_gpus=2"},
            {"--registered=m/3"}}) {
     EXPECT_EQ(Plan(args), kExitUsage) << args[0];

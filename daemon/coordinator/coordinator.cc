@@ -72,9 +72,9 @@ absl::StatusOr<v1::ListVersionsResponse> Coordinator::ListVersions(
   return Queries(*core_).ListVersions(request, now);
 }
 
-absl::StatusOr<schedule::PlanReport> Coordinator::Plan(
+absl::StatusOr<PlanInputs> Coordinator::InputsOfPlan(
     const v1::PlanRequest& request) const {
-  return core_->PlanNow(request);
+  return core_->InputsOfPlan(request);
 }
 const std::string& Coordinator::cluster_id() const {
   return core_->cluster_id();

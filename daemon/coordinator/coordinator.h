@@ -32,6 +32,7 @@
 #include "daemon/coordinator/actions.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/options.h"
+#include "daemon/coordinator/update_plan.h"
 #include "schedule/describe.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/node.pb.h"
@@ -95,9 +96,9 @@ class Coordinator {
   absl::StatusOr<v1::ListVersionsResponse> ListVersions(
       const v1::ListVersionsRequest& request, absl::Time now) const;
 
-  // AdminService.Plan of a registered model.
-  absl::StatusOr<schedule::PlanReport> Plan(
-      const v1::PlanRequest& request) const;
+  // For AdminService.Plan of a registered model: what PlanOf takes, which is
+  // too slow for the thread that updates need.
+  absl::StatusOr<PlanInputs> InputsOfPlan(const v1::PlanRequest& request) const;
 
   const std::string& cluster_id() const;
   int64_t term() const;

@@ -246,9 +246,8 @@ class CoordinatorCore {
   Actions OnAdminRequest(absl::Time now, int64_t request,
                          const AdminRequest& call);
 
-  // AdminService.Plan, of a registered model. Touches nothing.
-  absl::StatusOr<schedule::PlanReport> PlanNow(
-      const v1::PlanRequest& request) const;
+  // For AdminService.Plan, of a registered model. Touches nothing.
+  absl::StatusOr<PlanInputs> InputsOfPlan(const v1::PlanRequest& request) const;
 
   const std::string& cluster_id() const { return cluster_id_; }
   int64_t term() const { return term_; }
@@ -461,6 +460,9 @@ class CoordinatorCore {
                                   std::set<std::string>* replicas) const;
   // Chooses how the update is sent, and what to expect. REQUIRES: its layout.
   absl::Status PlanRun(v1::TransferPolicy policy, UpdateRun* update);
+  // The policy that the next update will most likely ask for: that of the
+  // publish whose ranks arrive, else the one asked for last.
+  static v1::TransferPolicy NextPolicy(const ModelRun& model);
   void ShowPrediction(const UpdateRun& update, v1::PhaseTime* phase) const;
   // Adds "snapshot" to the record when every rank was copied.
   void ShowSnapshotPhase(UpdateRun* update);

@@ -1,6 +1,8 @@
 // Plans: of updates as they open, and of models as they would run now; and what
 // ended updates teach about rates.
 
+#include <google/protobuf/text_format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -119,7 +121,22 @@ void CoordinatorCore::LearnRates(const UpdateRun& update) {
   rates_.Learn(seen);
 }
 
-absl::StatusOr<schedule::PlanReport> CoordinatorCore::PlanNow(
+v1::TransferPolicy CoordinatorCore::NextPolicy(const ModelRun& model) {
+  v1::UpdateOptions options;
+  if (model.book.pending() != nullptr) {
+    google::protobuf::TextFormat::ParseFromString(model.book.pending()->options,
+                                                  &options);
+  } else if (!model.updates.empty()) {
+    options = model.updates.back()->options;
+  } else if (!model.ended.empty()) {
+    options = model.ended.back().options();
+  } else {
+    options = model.Newest().options;
+  }
+  return options.transfer_policy();
+}
+
+absl::StatusOr<PlanInputs> CoordinatorCore::InputsOfPlan(
     const v1::PlanRequest& request) const {
   if (!IsResourceName("models", request.model())) {
     return ErrorStatus(
@@ -138,27 +155,23 @@ absl::StatusOr<schedule::PlanReport> CoordinatorCore::PlanNow(
                        fault.message);
   }
   std::set<std::string> replicas;
-  v1::DefineLayout input = LayoutInputNow(model->second, &replicas);
+  PlanInputs inputs;
+  inputs.define = LayoutInputNow(model->second, &replicas);
   if (replicas.empty()) {
     return ErrorStatus(
         StatusCode::kFailedPrecondition, "NO_WORKERS",
         absl::StrCat("no replica of ", request.model(), " is complete yet"));
   }
-  std::shared_ptr<const KnownLayout> known = model->second.layout;
-  if (known == nullptr ||
-      model->second.layout_input != input.SerializeAsString()) {
-    auto made = MakeKnownLayout(std::move(input));
-    if (!made.ok()) return made.status();
-    known = *std::move(made);
+  if (model->second.layout != nullptr &&
+      model->second.layout_input == inputs.define.SerializeAsString()) {
+    inputs.known = model->second.layout;
   }
-  const schedule::PlanCluster cluster = ClusterOf(*known);
-  const schedule::Policy policy = PolicyFromProto(request.policy());
-  // All are weighed: who asks wants to see them.
-  auto chosen =
-      schedule::ChoosePlan(policy, cluster, known->layout.plan, rates_.rates());
-  if (!chosen.ok()) return chosen.status();
-  return schedule::ReportPlan(known->layout.catalog, cluster,
-                              known->layout.plan, policy, *std::move(chosen));
+  inputs.policy =
+      PolicyFromProto(request.policy() == v1::TRANSFER_POLICY_UNSPECIFIED
+                          ? NextPolicy(model->second)
+                          : request.policy());
+  inputs.rates = rates_.rates();
+  return inputs;
 }
 
 }  // namespace daemon

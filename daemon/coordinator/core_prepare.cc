@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/coordinator/core.h"
+#include "proto/plan.h"
 #include "proto/status.h"
 
 namespace weightsync {
@@ -48,18 +49,21 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
               absl::StrCat("no replica of ", model->name, " is complete yet")));
   }
   const KnownLayout& known = **layout;
+  // The groups that the next update will want.
+  const auto plan = PlanLayout(known, PolicyFromProto(NextPolicy(*model)),
+                               rates_.rates());
+  if (!plan.ok()) {
+    return refuse(Fault(plan.status().code(), ErrorReason(plan.status()),
+                        std::string(plan.status().message())));
+  }
   FlowOptions options;
   options.excluded.resize(known.labels.size());
-  auto flows = MakeFlows(known, options);
-  if (!flows.ok()) {
-    return refuse(Fault(StatusCode::kInternal, "ROUTES_FAILED",
-                        std::string(flows.status().message())));
-  }
+  std::vector<v1::Flow> flows = FlowsOfPlan(known, plan->plan, options);
   v1::PrepareResponse response;
   response.set_layout_id(known.id());
   response.set_bucket_count(
       static_cast<int32_t>(known.layout.plan.bucket_count()));
-  response.set_wire_bytes(WireBytes(known, *flows));
+  response.set_wire_bytes(WireBytes(known, flows));
   if (!model->updates.empty()) {
     // An update prepares for itself, and leaves what the next one needs.
     actions_.push_back(PrepareDone{request, {}, response});
@@ -83,7 +87,7 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
   job->begin = now_;
   job->response = response;
   const std::string secret = options_.random_id();
-  for (v1::Flow& flow : *flows) {
+  for (v1::Flow& flow : flows) {
     for (v1::FlowMember& member : *flow.mutable_members()) {
       const NodeRun* node = FindNode(member.node());
       if (node != nullptr) member.set_data_address(node->hello.data_address());
@@ -103,7 +107,7 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
     out->set_group_secret(secret);
     out->set_dry(true);
     *out->mutable_timeout() = ToProto(timeout);
-    for (const v1::Flow& flow : *flows) {
+    for (const v1::Flow& flow : flows) {
       const bool member = std::any_of(
           flow.members().begin(), flow.members().end(),
           [&](const v1::FlowMember& m) { return m.node() == name; });

@@ -182,7 +182,10 @@ Fault CheckWanted(const schedule::Catalog& catalog,
                        schedule::DTypeName(param.dtype), ", worker ",
                        registration.worker_index(), " of replica ",
                        registration.replica(), " wants ",
-                       schedule::DTypeName(FromProto(tensor.dtype()))));
+                       schedule::DTypeName(FromProto(tensor.dtype())),
+                       "; weights are not converted on the way: register "
+                       "the tensor in the trainers' type, or have the trainers "
+                       "hold it in the worker's"));
     }
     if (!std::equal(param.shape.begin(), param.shape.end(),
                     tensor.shape().begin(), tensor.shape().end())) {

@@ -106,33 +106,6 @@ std::vector<int32_t> AvoidEdges(
   return extend(source) ? order : chain;
 }
 
-absl::StatusOr<std::vector<v1::Flow>> MakeFlows(const KnownLayout& known,
-                                                const FlowOptions& options) {
-  auto routed = schedule::RouteFlows(known.layout.plan, known.labels);
-  if (!routed.ok()) return routed.status();
-  std::vector<v1::Flow> flows;
-  for (schedule::Flow& flow : *routed) {
-    flow.chain.erase(
-        std::remove_if(flow.chain.begin(), flow.chain.end(),
-                       [&](int32_t node) { return options.excluded[node]; }),
-        flow.chain.end());
-    if (flow.chain.empty() || options.excluded[flow.source_node]) continue;
-    v1::Flow out;
-    out.set_flow_id(absl::StrCat(known.labels[flow.source_node].name, "/",
-                                 flow.need_class));
-    out.add_members()->set_node(known.labels[flow.source_node].name);
-    for (int32_t node :
-         AvoidEdges(flow.source_node, flow.chain, options.bad_edges)) {
-      out.add_members()->set_node(known.labels[node].name);
-    }
-    for (uint32_t bucket : flow.buckets) {
-      out.add_buckets(static_cast<int32_t>(bucket));
-    }
-    flows.push_back(std::move(out));
-  }
-  return flows;
-}
-
 std::map<std::string, int64_t> NeededBytes(const KnownLayout& known,
                                            const std::vector<v1::Flow>& flows) {
   std::map<std::string, int64_t> needed;

@@ -50,9 +50,6 @@ struct FlowOptions {
   // (from, to): not next to each other in a chain, where that can be had.
   std::vector<std::pair<int, int>> bad_edges;
 };
-// The flows, with members by name and without addresses.
-absl::StatusOr<std::vector<v1::Flow>> MakeFlows(const KnownLayout& known,
-                                                const FlowOptions& options);
 // Bytes that cross the network for these flows.
 int64_t WireBytes(const KnownLayout& known, const std::vector<v1::Flow>& flows);
 // Of them, what comes to each node.

@@ -117,7 +117,14 @@ class PlanTest : public ::testing::Test {
     v1::PlanRequest request;
     request.set_model(model);
     request.set_policy(policy);
-    return c_.coordinator->Plan(request);
+    return PlanAt(c_, request);
+  }
+
+  static absl::StatusOr<schedule::PlanReport> PlanAt(
+      const FakeCluster& cluster, const v1::PlanRequest& request) {
+    const auto inputs = cluster.coordinator->InputsOfPlan(request);
+    if (!inputs.ok()) return inputs.status();
+    return PlanOf(*inputs);
   }
 
   static constexpr int kRanks = 4;
@@ -191,7 +198,75 @@ TEST_F(PlanTest, AutoIsTheDefaultAndNeverShownAsSuch) {
   const auto report = Plan(v1::TRANSFER_POLICY_AUTO);
   ASSERT_TRUE(report.ok()) << report.status();
   // Who asks sees what the others would cost.
-  EXPECT_EQ(report->policies.size(), 3u);
+  ASSERT_EQ(report->policies.size(), 3u);
+  for (const schedule::PolicyReport& weighed : report->policies) {
+    EXPECT_FALSE(weighed.at_least);
+  }
+}
+
+TEST_F(PlanTest, WithoutAPolicyItIsThatOfTheLastUpdate) {
+  const auto first = Plan(v1::TRANSFER_POLICY_UNSPECIFIED);
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->requested, schedule::Policy::kAuto);
+  Publish(v1::TRANSFER_POLICY_BROADCAST);
+  const auto then = Plan(v1::TRANSFER_POLICY_UNSPECIFIED);
+  ASSERT_TRUE(then.ok()) << then.status();
+  EXPECT_EQ(then->requested, schedule::Policy::kBroadcast);
+}
+
+TEST_F(PlanTest, APlanOutlivesWhatItWasMadeOf) {
+  v1::PlanRequest request;
+  request.set_model(kModel);
+  // Before any layout was made, and after.
+  for (int i = 0; i < 2; ++i) {
+    const auto inputs = c_.coordinator->InputsOfPlan(request);
+    ASSERT_TRUE(inputs.ok()) << inputs.status();
+    EXPECT_EQ(inputs->known == nullptr, i == 0);
+    Publish(v1::TRANSFER_POLICY_SHARDED);
+    const auto plan = PlanOf(*inputs);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->wire_bytes, c_.Version().wire_bytes());
+  }
+}
+
+// What Prepare joins must be what the next update wants.
+TEST_F(PlanTest, PrepareMakesReadyForThePolicyOfTheLastUpdate) {
+  const auto shapes = [](const std::map<std::string, v1::Flow>& flows) {
+    std::set<std::string> shapes;
+    for (const auto& flow : flows) {
+      std::string shape = flow.first + ":";
+      for (const v1::FlowMember& member : flow.second.members()) {
+        shape += " " + member.node();
+      }
+      shapes.insert(shape);
+    }
+    return shapes;
+  };
+  const auto prepare = [&](int64_t request) {
+    c_.commands.clear();
+    v1::PrepareRequest asked;
+    asked.set_model(kModel);
+    c_.Do(c_.coordinator->OnPrepareRequest(c_.now, request, asked));
+    c_.Run();
+    return Flows();
+  };
+  const auto before = prepare(1);
+  EXPECT_FALSE(before.empty());
+  for (v1::TransferPolicy policy :
+       {v1::TRANSFER_POLICY_SHARDED, v1::TRANSFER_POLICY_PAIRED,
+        v1::TRANSFER_POLICY_BROADCAST}) {
+    SCOPED_TRACE(v1::TransferPolicy_Name(policy));
+    const v1::Version version = Publish(policy);
+    const auto updated = shapes(Flows());
+    EXPECT_EQ(shapes(prepare(10 + policy)), updated);
+    ASSERT_FALSE(c_.prepared.empty());
+    EXPECT_EQ(c_.prepared.back().failure.code(), 0);
+    EXPECT_EQ(c_.prepared.back().response.wire_bytes(), version.wire_bytes());
+    // Nobody has asked for anything else yet: AUTO, which is SHARDED here.
+    if (policy == v1::TRANSFER_POLICY_SHARDED) {
+      EXPECT_EQ(shapes(before), updated);
+    }
+  }
 }
 
 TEST_F(PlanTest, AfterAnEdgeFailedTheRestTravelsAnotherWay) {
@@ -266,10 +341,10 @@ TEST_F(PlanTest, AModelThatCannotBePublishedHasNoPlan) {
   bare.AddRank(0, 2, "n0");
   v1::PlanRequest request;
   request.set_model(kModel);
-  EXPECT_EQ(ErrorReason(bare.coordinator->Plan(request).status()),
+  EXPECT_EQ(ErrorReason(PlanAt(bare, request).status()),
             "WORLD_INCOMPLETE");
   bare.AddRank(1, 2, "n0");
-  EXPECT_EQ(ErrorReason(bare.coordinator->Plan(request).status()),
+  EXPECT_EQ(ErrorReason(PlanAt(bare, request).status()),
             "NO_WORKERS");
 }
 
@@ -314,20 +389,20 @@ TEST(RateBookTest, WhatTellsNothingIsNotLearned) {
   EXPECT_DOUBLE_EQ(book.rates().copy, 50 << 20);
 }
 
-TEST(PredictPhasesTest, SnapshotAndTransferOverlap) {
+TEST(PredictPhasesTest, SnapshotGatheringAndTransferOverlap) {
   schedule::CostEstimate cost;
   cost.snapshot_seconds = 3;
-  cost.gather_seconds = 1;
-  cost.transfer_seconds = 1.5;
+  cost.gather_seconds = 1;  // a part of the transfer
+  cost.transfer_seconds = 2.5;
   cost.apply_seconds = 0.5;
   auto phases = PredictPhases(cost, "models/m", RateBook());
   EXPECT_EQ(phases["transfer"], absl::Seconds(3.001));
   cost.transfer_seconds = 5;
   phases = PredictPhases(cost, "models/m", RateBook());
-  EXPECT_EQ(phases["transfer"], absl::Seconds(6.001));
+  EXPECT_EQ(phases["transfer"], absl::Seconds(5.001));
   EXPECT_EQ(phases["apply"], absl::Seconds(0.501));
   // Prepare, pause, commit and resume are a round each before the first.
-  EXPECT_EQ(phases["total"], absl::Seconds(6.506));
+  EXPECT_EQ(phases["total"], absl::Seconds(5.506));
 }
 
 }  // namespace

@@ -177,6 +177,30 @@ TEST_F(RegistryTest, WorkersAreBoundToTheCatalog) {
   EXPECT_EQ(Join(Worker("r", 0, 1)), "");
 }
 
+// schedule/ plans casts and block scales; nobody carries them out yet, so an
+// update that would need one must not begin.
+TEST_F(RegistryTest, WhatWouldHaveToBeConvertedIsRefusedInEitherOrder) {
+  const std::vector<v1::DType> others = {v1::DTYPE_F32, v1::DTYPE_F16,
+                                         v1::DTYPE_F8_E4M3};
+  for (size_t i = 0; i < others.size(); ++i) {
+    ASSERT_EQ(Join(Worker("early" + std::to_string(i), 0, 1,
+                          Tensor("w", {8, 4}, others[i]))),
+              "");
+  }
+  Train();
+  ASSERT_EQ(refusals_.size(), others.size());
+  for (const Refusal& refusal : refusals_) {
+    EXPECT_EQ(refusal.fault.reason, "DTYPE_MISMATCH");
+  }
+  for (v1::DType wanted : others) {
+    SCOPED_TRACE(v1::DType_Name(wanted));
+    EXPECT_EQ(Join(Worker("late", 0, 1, Tensor("w", {8, 4}, wanted))),
+              "DTYPE_MISMATCH");
+    EXPECT_THAT(fault_.message,
+                HasSubstr("weights are not converted on the way"));
+  }
+}
+
 TEST_F(RegistryTest, WorkersThatWereThereFirstAreCheckedWhenTheCatalogIsKnown) {
   ASSERT_EQ(Join(Worker("good", 0, 1)), "");
   ASSERT_EQ(Join(Worker("bad", 0, 1, Tensor("v", {8, 4}))), "");

@@ -15,9 +15,8 @@ namespace {
 // Smaller movements measure latencies, not rates.
 constexpr int64_t kTellingBytes = int64_t{4} << 20;
 constexpr absl::Duration kTellingTime = absl::Milliseconds(2);
-// Under AUTO the others are not weighed when SHARDED is that close to what no
-// order of sending can beat.
-constexpr double kGoodEnough = 1.05;
+// Under AUTO an update weighs only what could win.
+constexpr int64_t kWeighedForPeople = 0;
 
 void Mean(double sample, bool* known, double* rate) {
   *rate = *known ? (*rate + sample) / 2 : sample;
@@ -179,7 +178,24 @@ absl::StatusOr<schedule::ChosenPlan> PlanLayout(const KnownLayout& known,
   // Without workers nothing moves, and there is nothing to choose.
   if (cluster.workers.empty()) policy = schedule::Policy::kSharded;
   return schedule::ChoosePlan(policy, cluster, known.layout.plan, rates,
-                              kGoodEnough);
+                              kWeighedForPeople);
+}
+
+absl::StatusOr<schedule::PlanReport> PlanOf(const PlanInputs& inputs) {
+  std::shared_ptr<const KnownLayout> known = inputs.known;
+  if (known == nullptr) {
+    auto made = MakeKnownLayout(inputs.define);
+    if (!made.ok()) return made.status();
+    known = *std::move(made);
+  }
+  const schedule::PlanCluster cluster = ClusterOf(*known);
+  // Who asks wants to see what the others would take, too.
+  auto chosen = schedule::ChoosePlan(inputs.policy, cluster, known->layout.plan,
+                                     inputs.rates);
+  if (!chosen.ok()) return chosen.status();
+  return schedule::ReportPlan(known->layout.catalog, cluster,
+                              known->layout.plan, inputs.policy,
+                              *std::move(chosen));
 }
 
 std::vector<v1::Flow> FlowsOfPlan(const KnownLayout& known,
@@ -214,8 +230,7 @@ std::map<std::string, absl::Duration> PredictPhases(
   const double round = book.rates().control_latency;
   phases["snapshot"] = absl::Seconds(cost.snapshot_seconds);
   phases["transfer"] =
-      absl::Seconds(std::max(cost.snapshot_seconds,
-                             cost.gather_seconds + cost.transfer_seconds) +
+      absl::Seconds(std::max(cost.snapshot_seconds, cost.transfer_seconds) +
                     round);
   phases["apply"] = absl::Seconds(cost.apply_seconds + round);
   for (const char* phase : {"prepare", "pause", "commit", "resume"}) {

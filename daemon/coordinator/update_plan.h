@@ -14,6 +14,8 @@
 #include "absl/time/time.h"
 #include "daemon/coordinator/known_layout.h"
 #include "schedule/choose.h"
+#include "schedule/describe.h"
+#include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/admin.pb.h"
 
 namespace weightsync {
@@ -60,7 +62,19 @@ class RateBook {
 // names. Senders gather, for each element is copied out by one rank alone.
 schedule::PlanCluster ClusterOf(const KnownLayout& known);
 
-// INVALID_ARGUMENT and the other errors of schedule::ChoosePlan.
+// The plan that is asked about, as it would run now. Not the coordinator's any
+// more: PlanOf may run on any thread.
+struct PlanInputs {
+  v1::DefineLayout define;  // without its id
+  // The layout that `define` makes; null: it is still to be made.
+  std::shared_ptr<const KnownLayout> known;
+  schedule::Policy policy = schedule::Policy::kAuto;
+  schedule::Rates rates;
+};
+// Errors: those of MakeKnownLayout and schedule::ChoosePlan.
+absl::StatusOr<schedule::PlanReport> PlanOf(const PlanInputs& inputs);
+
+// Of an update. INVALID_ARGUMENT and the other errors of schedule::ChoosePlan.
 absl::StatusOr<schedule::ChosenPlan> PlanLayout(const KnownLayout& known,
                                                 schedule::Policy policy,
                                                 const schedule::Rates& rates);
@@ -73,7 +87,8 @@ std::vector<v1::Flow> FlowsOfPlan(const KnownLayout& known,
                                   const FlowOptions& options);
 
 // How long each phase of an update should take, "snapshot" and "total" among
-// them. Snapshot and transfer run at once: frames leave as they are copied.
+// them. Snapshot, gathering and transfer run at once: frames leave as they are
+// copied, and are handed on as they arrive.
 std::map<std::string, absl::Duration> PredictPhases(
     const schedule::CostEstimate& cost, const std::string& model,
     const RateBook& book);

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "daemon/coordinator/update_plan.h"
 #include "daemon/service/admin_service.h"
 #include "daemon/service/forward.h"
 #include "proto/plan.h"
@@ -36,6 +37,30 @@ absl::Status Answered(absl::StatusOr<schedule::PlanReport> report,
 
 }  // namespace
 
+template <typename Make>
+void AdminServiceImpl::MakePlan(
+    std::shared_ptr<Answer<v1::PlanResponse>> answer, Make make) {
+  if (planning_.fetch_add(1) >= kPlansAtOnce) {
+    planning_.fetch_sub(1);
+    answer->Finish(
+        ErrorStatus(absl::StatusCode::kResourceExhausted, "PLAN_BUSY",
+                    absl::StrCat(kPlansAtOnce,
+                                 " plans are being made here already; try "
+                                 "again, or describe the cluster to "
+                                 "`weightsyncctl plan`, which asks no "
+                                 "daemon")));
+    return;
+  }
+  // Neither on a thread of gRPC's nor on the coordinator's loop.
+  plans_.Run([this, answer = std::move(answer), make = std::move(make)] {
+    const absl::Time begin = absl::Now();
+    absl::StatusOr<schedule::PlanReport> report = make();
+    answer->Finish(
+        Answered(std::move(report), absl::Now() - begin, answer->response()));
+    planning_.fetch_sub(1);
+  });
+}
+
 grpc::ServerUnaryReactor* AdminServiceImpl::Plan(
     grpc::CallbackServerContext* context, const v1::PlanRequest* request,
     v1::PlanResponse* response) {
@@ -48,32 +73,19 @@ grpc::ServerUnaryReactor* AdminServiceImpl::Plan(
                                "nothing is named to be planned: name a "
                                "registered model or describe a cluster"));
   } else if (request->has_spec()) {
-    if (planning_.fetch_add(1) >= kPlansAtOnce) {
-      planning_.fetch_sub(1);
-      answer->Finish(
-          ErrorStatus(absl::StatusCode::kResourceExhausted, "PLAN_BUSY",
-                      absl::StrCat(kPlansAtOnce,
-                                   " plans are being made here already; try "
-                                   "again, or use `weightsyncctl plan`, "
-                                   "which asks no daemon")));
-      return reactor;
-    }
-    // Neither on a thread of gRPC's nor on the coordinator's loop.
-    plans_.Run([this, answer, spec = request->spec()] {
-      const absl::Time begin = absl::Now();
-      absl::StatusOr<schedule::PlanReport> report = PlanOfSpec(spec);
-      answer->Finish(
-          Answered(std::move(report), absl::Now() - begin, answer->response()));
-      planning_.fetch_sub(1);
-    });
+    MakePlan(answer, [spec = request->spec()] { return PlanOfSpec(spec); });
   } else if (access_.local != nullptr) {
-    access_.local->Ask(
-        [answer, asked = *request](const Coordinator& coordinator, absl::Time) {
-          const absl::Time begin = absl::Now();
-          absl::StatusOr<schedule::PlanReport> report = coordinator.Plan(asked);
-          answer->Finish(Answered(std::move(report), absl::Now() - begin,
-                                  answer->response()));
-        });
+    // The loop, which updates need, only hands out what it knows.
+    access_.local->Ask([this, answer, asked = *request](
+                           const Coordinator& coordinator, absl::Time) {
+      absl::StatusOr<PlanInputs> inputs = coordinator.InputsOfPlan(asked);
+      if (!inputs.ok()) {
+        answer->Finish(inputs.status());
+        return;
+      }
+      MakePlan(answer,
+               [inputs = *std::move(inputs)] { return PlanOf(inputs); });
+    });
   } else if (const absl::Status status = CheckNotForwarded(*context);
              !status.ok()) {
     answer->Finish(status);

@@ -134,6 +134,11 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
                                    const Request* request, Response* response,
                                    absl::Duration timeout, Method method);
 
+  // Answers with the plan that `make` returns, from a thread of its own.
+  // PLAN_BUSY when too many are being made.
+  template <typename Make>
+  void MakePlan(std::shared_ptr<Answer<v1::PlanResponse>> answer, Make make);
+
   const CoordinatorAccess access_;
   const std::string node_;
   const Deadlines deadlines_;
@@ -149,7 +154,7 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
   };
   const std::shared_ptr<Watches> watches_ = std::make_shared<Watches>();
 
-  // Described plans that are being made: large ones take seconds and memory.
+  // Plans that are being made: large ones take seconds and memory.
   std::atomic<int> planning_{0};
   TaskThreads plans_{"ws-plan"};
 };

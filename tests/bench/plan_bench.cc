@@ -8,6 +8,8 @@
 // plan_deepseek: DeepSeek-V3 (45,395 tensors) from 2,048 trainer ranks (4
 //   pipeline stages of 512 ranks; 64 expert columns of 8 ranks each, the rest
 //   sharded over all 512) to 1,024 workers: TP8 x 128 replicas, and EP32 x 32.
+//   _auto: the first of them as `weightsyncctl plan` makes it, under AUTO, with
+//   the catalog, the shards and the report.
 // plan_growth: plan time against the number of shards, and its exponent.
 // replan: a replica leaves; one of another shape joins.
 // simulate: the plan's transfer, event by event, beside the cost model.
@@ -28,6 +30,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "schedule/describe.h"
 #include "schedule/models.h"
 #include "schedule/parallel.h"
 #include "schedule/plan.h"
@@ -197,6 +200,25 @@ void PlanDeepSeek(const char* name, const WorkerSpec& worker, int replicas,
   _exit(0);
 }
 
+void PlanDescribed(int runs) {
+  const Times times = Best(runs, [] {
+    const ModelConfig model = *FindModel("deepseek-v3");
+    const Catalog catalog = Must(ModelCatalog(model));
+    PlanRequest request;
+    request.catalog = &catalog;
+    request.model = model;
+    request.config.training_sharding = "fsdp";
+    request.config.training_gpus = 2048;
+    request.config.inference_replicas = 128;
+    request.config.inference_tp = 8;
+    request.training_pp = 4;
+    request.training_ep = 64;
+    const PlanReport report = Must(DescribePlan(request));
+    if (report.policies.size() != 3) std::exit(1);
+  });
+  ReportTimes("plan_deepseek_auto", times, 2, runs);
+}
+
 void PlanGrowth(int runs) {
   std::vector<std::pair<double, double>> points;  // log shards, log seconds
   for (int layers : {15, 30, 61}) {
@@ -283,6 +305,7 @@ int Main(int argc, char** argv) {
     WorkerSpec ep32;
     ep32.ep = 32;
     PlanDeepSeek("ep32", ep32, 32, runs);
+    PlanDescribed(runs);
   } else if (bench == "plan_growth") {
     PlanGrowth(runs);
   } else if (bench == "replan") {

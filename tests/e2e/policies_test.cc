@@ -103,6 +103,12 @@ TEST(PoliciesTest, DescribedPlansNeedNoCluster) {
   EXPECT_THAT(plan->json(), HasSubstr("\"predicted_seconds\""));
   spec->set_training_sharding("tp");
   EXPECT_EQ(ErrorReason(cluster.Plan(request).status()), "UNKNOWN_SHARDING");
+  spec->set_training_sharding("dp");
+  // What would keep the daemon busy for minutes is refused at once.
+  spec->set_bucket_size(16);
+  const absl::Status large = cluster.Plan(request).status();
+  EXPECT_EQ(large.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ErrorReason(large), "PLAN_TOO_LARGE");
   EXPECT_EQ(ErrorReason(cluster.Plan(v1::PlanRequest()).status()),
             "PLAN_SUBJECT_MISSING");
   EXPECT_EQ(

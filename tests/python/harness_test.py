@@ -141,6 +141,14 @@ def test_a_build_that_did_not_finish_has_failed(tmp_path):
     assert count_results.main(["bazel", str(tmp_path / "none.json")]) == 0
 
 
+def test_configurations_of_the_model_are_counted(tmp_path):
+    run = tmp_path / "model.json"
+    run.write_text(json.dumps({"passed": ["crashes", "any_term"], "failed": ["breaks"]}))
+    assert count_results.count_model(run) == (2, ["model: breaks"], 0)
+    run.write_text(json.dumps({"passed": [], "failed": []}))
+    assert count_results.count_model(run) == (0, ["model: nothing was searched"], 0)
+
+
 def test_run_sh_fails_when_nothing_ran():
     run = subprocess.run(
         [str(readme.ROOT / "tests/run.sh"), "--filter", "no such name anywhere"],
