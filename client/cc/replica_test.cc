@@ -266,6 +266,27 @@ TEST_F(ReplicaTest, FailuresOfHooksAreReported) {
                               "resume u1 new"}));
 }
 
+// Found by tests/chaos/simulation: a pause failed and left the engine running,
+// the resume after it failed too, and then the engine counted as paused: the
+// next pause was answered "was paused already" while it generated.
+TEST_F(ReplicaTest, AfterAResumeThatFailedTheEngineIsAskedToPause) {
+  StartReplica();
+  auto stream = daemon_.AcceptReplica();
+  ASSERT_NE(stream, nullptr);
+  FailPause(absl::InternalError("stuck"));
+  SendPause(stream.get(), "1", "u1");
+  EXPECT_TRUE(Answer(stream.get()).paused().has_failure());
+  FailResume(absl::InternalError("stuck"));
+  SendResume(stream.get(), "2", "u0", false);
+  EXPECT_TRUE(Answer(stream.get()).resumed().has_failure());
+  FailPause(absl::OkStatus());
+  SendPause(stream.get(), "3", "u1");
+  const v1::ReplicaReport report = Answer(stream.get());
+  EXPECT_FALSE(report.paused().has_failure());
+  EXPECT_EQ(report.paused().detail(), "drained 3 requests");
+  EXPECT_EQ(Calls(), Strings({"pause u1", "resume u0", "pause u1"}));
+}
+
 TEST_F(ReplicaTest, AnEngineThatStartsPausedWaits) {
   StartReplica(/*paused=*/true);
   v1::RegisterReplica registration;

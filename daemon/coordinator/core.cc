@@ -540,13 +540,13 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
 
 Actions CoordinatorCore::Take() {
   Actions actions;
-  for (Action& action : actions_) {
+  actions.swap(actions_);
+  const auto nowhere = [](const Action& action) {
     const SendCommand* send = absl::get_if<SendCommand>(&action);
-    if (send == nullptr || !send->node_stream.empty()) {
-      actions.push_back(std::move(action));
-    }
-  }
-  actions_.clear();
+    return send != nullptr && send->node_stream.empty();
+  };
+  actions.erase(std::remove_if(actions.begin(), actions.end(), nowhere),
+                actions.end());
   return actions;
 }
 

@@ -47,6 +47,9 @@
 namespace weightsync {
 namespace daemon {
 
+// PublishCall::options for people.
+std::string ShowOptions(const std::string& options);
+
 struct NodeRun {
   std::string name;
   v1::Hello hello;
@@ -196,7 +199,7 @@ struct PrepareJob {
 
 struct ModelRun {
   std::string name;
-  PublishBook book;
+  PublishBook book{&ShowOptions};
   // Oldest first; at most two: the one that is delivered, and the one behind.
   std::vector<std::unique_ptr<UpdateRun>> updates;
   // Oldest first, at most kOlderCommits + 1.
@@ -368,7 +371,8 @@ class CoordinatorCore {
   // The entry of its history for the update, made when there is none.
   v1::ReplicaTimes* Times(ReplicaRun* replica, UpdateKey update);
   void ShowTimes(ReplicaRun* replica);
-  // What is known of an update by name; zeros for one that was forgotten.
+  // What is known of an update by name, but for its digests; zeros for one
+  // that was forgotten.
   CommittedUpdate Describe(const std::string& model, UpdateKey update) const;
   std::string CommandId(int64_t number) const;
   int64_t CommandNumber(const std::string& command_id) const;
@@ -501,6 +505,9 @@ class CoordinatorCore {
     UpdateEvent event;
   };
   std::deque<Posted> queue_;
+  // Replicas that have just become complete, (model, name): they are told what
+  // is wanted of them when the queue is empty, for an update may want them.
+  std::deque<std::pair<std::string, std::string>> complete_;
 
   Registry registry_;
   RateBook rates_;

@@ -24,12 +24,16 @@ void CoordinatorCore::ClaimRank(NodeRun* node, int64_t correlation,
   if (!fault.ok()) return;
   node->said.insert(absl::StrCat("rank/", claim.model(), "/", claim.rank()));
   ModelRun* model = Model(claim.model());
-  if (!known) model->book.RankClaimed(claim.rank(), claim.publish_index());
+  absl::optional<Publish> failed;
+  if (!known) {
+    failed = model->book.RankClaimed(claim.rank(), claim.publish_index());
+  }
   entry = registry_.FindModel(claim.model());
   int registered = 0;
   for (const auto& rank : entry->ranks) registered += rank.second.registered;
   reply->mutable_rank_accepted()->set_registered_rank_count(registered);
   reply->mutable_rank_accepted()->set_world_size(entry->world_size);
+  if (failed.has_value()) FailPublish(*failed);
 }
 
 void CoordinatorCore::RankShards(NodeRun* node, int64_t correlation,

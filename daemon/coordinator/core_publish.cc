@@ -93,13 +93,9 @@ v1::UpdateOptions Resolved(const v1::UpdateOptions& options) {
   return resolved;
 }
 
-// Equal for options that mean the same; can be read back, and by people.
+// Equal for options that mean the same; can be read back.
 std::string OptionsKey(const v1::UpdateOptions& options) {
-  google::protobuf::TextFormat::Printer printer;
-  printer.SetSingleLineMode(true);
-  std::string text;
-  printer.PrintToString(Resolved(options), &text);
-  return text;
+  return Resolved(options).SerializeAsString();
 }
 
 void SetIndex(v1::Reply* reply, int64_t publish_index) {
@@ -109,6 +105,16 @@ void SetIndex(v1::Reply* reply, int64_t publish_index) {
 }
 
 }  // namespace
+
+std::string ShowOptions(const std::string& options) {
+  v1::UpdateOptions read;
+  read.ParseFromString(options);
+  google::protobuf::TextFormat::Printer printer;
+  printer.SetSingleLineMode(true);
+  std::string text;
+  printer.PrintToString(read, &text);
+  return text;
+}
 
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config) {
   config->stream = options.update_mode() == v1::UPDATE_MODE_STREAM;
@@ -383,8 +389,7 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     impossible = Fault(layout.status().code(), ErrorReason(layout.status()),
                        std::string(layout.status().message()));
   } else {
-    google::protobuf::TextFormat::ParseFromString(
-        model->book.pending()->options, &options);
+    options.ParseFromString(model->book.pending()->options);
     impossible = CheckPossible(model, options, replicas);
   }
   if (!impossible.ok()) {

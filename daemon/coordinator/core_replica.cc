@@ -64,7 +64,17 @@ CommittedUpdate CoordinatorCore::Describe(const std::string& name,
   if (update == 0 || it == models_.end()) return described;
   const ModelRun& model = it->second;
   const CommittedUpdate* commit = model.FindCommit(described.update_id);
-  if (commit != nullptr) return *commit;
+  if (commit != nullptr) {
+    // Without the digests, of which there may be thousands.
+    described.version = commit->version;
+    described.step = commit->step;
+    described.layout_id = commit->layout_id;
+    described.term = commit->term;
+    described.layout = commit->layout;
+    described.options = commit->options;
+    described.lost = commit->lost;
+    return described;
+  }
   const UpdateRun* running = model.FindUpdate(described.update_id);
   const v1::Version* record = running == nullptr ? nullptr : &running->record;
   for (const v1::Version& ended : model.ended) {
@@ -257,7 +267,7 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
           break;
         }
         Settle(replica);
-        Step(replica, ReplicaEvent());  // what it waited with
+        complete_.emplace_back(replica->model, replica->name);
         break;
       }
       case ReplicaAction::kLeft:

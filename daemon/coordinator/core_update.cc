@@ -78,7 +78,15 @@ void CoordinatorCore::PostReplica(const ReplicaRun& replica,
 }
 
 void CoordinatorCore::DrainQueue() {
-  while (!queue_.empty()) {
+  while (!queue_.empty() || !complete_.empty()) {
+    if (queue_.empty()) {
+      const auto name = std::move(complete_.front());
+      complete_.pop_front();
+      auto& replicas = Model(name.first)->replicas;
+      auto replica = replicas.find(name.second);
+      if (replica != replicas.end()) Step(&replica->second, ReplicaEvent());
+      continue;
+    }
     const Posted next = std::move(queue_.front());
     queue_.pop_front();
     ModelRun* model = Model(next.model);

@@ -84,6 +84,45 @@ TEST(LateJoinTest, OneThatServesAnOlderVersionGoesOnWhileTheBytesCome) {
   ExpectAllServe(c, c.Version().update_id());
 }
 
+// Found by tests/chaos/simulation: while one replica was late and installed the
+// update from a holder, a newer one was committed; the applies of the older one
+// then named no commit, its workers refused them, and it was fenced.
+TEST(LateJoinTest, OneUnderWayWhenANewerVersionIsCommittedNamesItsCommit) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  // r2 comes back without weights, and its applies are slow.
+  std::vector<Command> held;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node != "n2" || !command.has_apply_worker()) return false;
+    held.push_back(command);
+    return true;
+  };
+  c.engines["r2"].workers.assign(2, v1::InstalledState());
+  for (v1::InstalledState& worker : c.engines["r2"].workers) {
+    worker.set_state(v1::InstalledState::STATE_NOTHING);
+  }
+  c.Register("r2");
+  c.Run();
+  ASSERT_EQ(held.size(), 2u);
+  EXPECT_EQ(held[0].apply_worker().update_id(), first);
+  // They do not answer in time, and the next try comes after the next commit.
+  v1::UpdateOptions evict;
+  evict.mutable_commit_policy()->mutable_lockstep()->set_on_straggler(
+      v1::LockstepPolicy::ON_STRAGGLER_EVICT);
+  for (int rank = 0; rank < 2; ++rank) c.Publish(rank, 0, "", evict);
+  c.Run();
+  EXPECT_NE(c.Version().update_id(), first);
+  c.Pass(absl::Seconds(130));
+  ASSERT_GT(held.size(), 2u);
+  for (const Command& command : held) {
+    EXPECT_GT(command.apply_worker().commit_term(), 0)
+        << command.ShortDebugString();
+  }
+}
+
 TEST(LateJoinTest, AHolderThatFailsIsReplacedByAnother) {
   FakeCluster c;
   c.AddStandard();

@@ -156,6 +156,41 @@ TEST_F(ReplicaMachineTest, AnEngineThatComesBackPausedForNobodyIsResumed) {
   EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
 }
 
+// Found by tests/chaos/simulation: the answer to a Resume was lost with the
+// stream, the engine came back and said that it ran, and its update waited for
+// that answer for ever.
+TEST_F(ReplicaMachineTest, AResumeWhoseAnswerIsLostIsKnownByTheEnginesOwnWord) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kControlJoined)),
+              ElementsAre(R::kResumedNow));
+  EXPECT_EQ(state_.engine, EngineState::kRunning);
+  // One that says so again has not resumed again.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kControlJoined)), IsEmpty());
+}
+
+TEST_F(ReplicaMachineTest, AResumeThatFailedIsAlsoKnownByTheEnginesOwnWord) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kRelease));
+  Step(Failed(Event(ReplicaEvent::kResumed, last_[0].command)));
+  EXPECT_EQ(state_.engine, EngineState::kUnresumed);
+  EXPECT_THAT(Step(Event(ReplicaEvent::kControlJoined)),
+              ElementsAre(R::kResumedNow));
+}
+
+// Found by tests/chaos/simulation: an engine that was to resume lost its
+// weights and was paused again, and its update waited for the resume for ever.
+TEST_F(ReplicaMachineTest, AResumeThatAPauseOvertakesIsWaitedForByNobody) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kRelease));
+  ReplicaEvent asleep = Event(ReplicaEvent::kContent);
+  asleep.content = WorkerContent{Content::kNothing, 0};
+  EXPECT_THAT(Step(asleep), ElementsAre(R::kStillHeld, R::kSendPause));
+}
+
 TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
   Step(Event(ReplicaEvent::kHold));
   const int64_t pause = last_[0].command;
@@ -367,8 +402,8 @@ TEST_F(ReplicaMachineTest, APauseOfNoneNeedsAnEngineThatSaysItHasFlipped) {
   EXPECT_EQ(last_[0].update, 7);
   ReplicaEvent next = hold;
   next.holder.update = 8;
-  EXPECT_THAT(Step(next), ElementsAre(R::kSendPause));
-  EXPECT_EQ(last_[0].pause, PauseKind::kDrain);
+  EXPECT_THAT(Step(next), ElementsAre(R::kStillHeld, R::kSendPause));
+  EXPECT_EQ(last_[1].pause, PauseKind::kDrain);
   next.kind = ReplicaEvent::kRelease;
   EXPECT_THAT(Step(next), ElementsAre(R::kSendResume));
   EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, last_[0].command)),
@@ -732,6 +767,43 @@ TEST_F(PublishBookTest, AfterARestartNodesRememberWhereTheirRanksStood) {
   call.rank = 0;
   EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).kind, D::kWait);
   EXPECT_EQ(later.Open("b").version, 5);
+}
+
+// Found by tests/chaos/simulation: after a restart one rank called again before
+// the other came, whose node remembered publishes that had failed before they
+// were opened; the call was forgotten and never answered.
+TEST_F(PublishBookTest, ACallThatWaitsIsToldWhenAnEarlierTermGotFurther) {
+  PublishBook later;
+  later.Recover(4, 6, "a", Fault());
+  later.RankClaimed(0, 7);
+  PublishCall call;
+  call.rank = 0;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).kind, D::kWait);
+  const absl::optional<Publish> failed = later.RankClaimed(1, 10);
+  ASSERT_TRUE(failed.has_value());
+  ASSERT_EQ(failed->waiting.size(), 1u);
+  EXPECT_EQ(failed->waiting[0].rank, 0);
+  EXPECT_EQ(failed->index, 8);
+  EXPECT_EQ(failed->fault.reason, "UPDATE_ABORTED");
+  EXPECT_EQ(later.pending(), nullptr);
+  // It catches up with the calls of the other, and then they are together.
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 9);
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 10);
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).kind, D::kWait);
+  call.rank = 1;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 11);
+}
+
+TEST_F(PublishBookTest, ACallThatWaitsIsToldWhenAnEarlierTermGotJustAsFar) {
+  PublishBook later;
+  later.RankClaimed(0, 0);
+  PublishCall call;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 1);
+  EXPECT_TRUE(later.RankClaimed(1, 1).has_value());
+  EXPECT_EQ(later.pending(), nullptr);
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 2);
+  call.rank = 1;
+  EXPECT_EQ(later.OnCall(call, kStart, absl::Seconds(1)).publish_index, 2);
 }
 
 TEST_F(PublishBookTest, AnAbortedNumberOnlyWhileItIsTheFloor) {

@@ -44,20 +44,27 @@ void PublishBook::Recover(int64_t floor, int64_t index,
   publishes_.push_back(std::move(publish));
 }
 
-void PublishBook::RankClaimed(int32_t rank, int64_t last_index) {
+absl::optional<Publish> PublishBook::RankClaimed(int32_t rank,
+                                                 int64_t last_index) {
+  absl::optional<Publish> failed;
+  // An earlier term numbered publishes that never became updates. Nobody was
+  // told the number of one that waits here.
+  if (pending() != nullptr && last_index >= newest_index_) {
+    failed = Expire(absl::InfinitePast(), ForgottenFault(newest_index_), true);
+  }
   if (last_index > newest_index_) {
-    // An earlier term numbered publishes that never became updates.
     publishes_.clear();
     newest_index_ = last_index;
   }
   if (last_index > 0) {
     int64_t& last = last_[rank];
     last = std::max(last, last_index);
-    return;
+    return failed;
   }
   const int64_t newest_begun =
       pending() != nullptr ? newest_index_ - 1 : newest_index_;
   last_[rank] = newest_begun;
+  return failed;
 }
 
 void PublishBook::RankGone(int32_t rank) {
@@ -123,9 +130,13 @@ PublishBook::Decision PublishBook::Enter(Publish* publish,
         absl::StrCat("step ", call.step, ", the others step ", publish->step));
   }
   if (call.options != publish->options) {
-    return Disagree(publish, call,
-                    absl::StrCat("options {", call.options, "}, the others {",
-                                 publish->options, "}"));
+    const auto show = [this](const std::string& options) {
+      return show_options_ == nullptr ? options : show_options_(options);
+    };
+    return Disagree(
+        publish, call,
+        absl::StrCat("options {", show(call.options), "}, the others {",
+                     show(publish->options), "}"));
   }
   Decision decision;
   decision.publish_index = publish->index;

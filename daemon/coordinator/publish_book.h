@@ -42,7 +42,7 @@ struct PublishCall {
   int32_t rank = 0;
   int64_t version = 0;
   int64_t step = 0;
-  // Whatever must be equal on all ranks, as one string.
+  // Whatever must be equal on all ranks, as one string of any form.
   std::string options;
   std::string request_id;
   // The caller's: how to answer a call that waits.
@@ -71,14 +71,21 @@ struct Publish {
 
 class PublishBook {
  public:
+  // `show_options` makes PublishCall::options readable; null: they are.
+  using ShowOptions = std::string (*)(const std::string& options);
+  explicit PublishBook(ShowOptions show_options = nullptr)
+      : show_options_(show_options) {}
+
   // A publish remembered from the journal: everything up to `index` has ended.
   // `newest_fault` not OK: the newest, of `floor`, was aborted.
   void Recover(int64_t floor, int64_t index, const std::string& update_id,
                const Fault& newest_fault);
 
   // A rank's lease began. `last_index`: the newest publish that its node
-  // remembers for this very session; 0 for a new session.
-  void RankClaimed(int32_t rank, int64_t last_index);
+  // remembers for this very session; 0 for a new session. Answers a publish
+  // that waited under a number which an earlier term had given to another:
+  // everybody who waits has to be told its fault.
+  absl::optional<Publish> RankClaimed(int32_t rank, int64_t last_index);
   // Its lease ended: the call that waits, if one does, goes with it.
   void RankGone(int32_t rank);
 
@@ -134,6 +141,7 @@ class PublishBook {
   Decision Disagree(Publish* publish, const PublishCall& call,
                     const std::string& what);
 
+  ShowOptions show_options_;
   int64_t floor_ = 0;
   // The newest attempt at the floor was aborted: it may be tried again.
   bool floor_aborted_ = false;

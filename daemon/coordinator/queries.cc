@@ -421,11 +421,16 @@ absl::StatusOr<v1::Version> Queries::GetVersion(absl::string_view name,
   }
   auto model = FindModel(absl::StrCat("models/", parts[1]));
   if (!model.ok()) return model.status();
-  for (v1::Version& version : Versions(**model, now)) {
-    if ((parts[3] == "latest" || version.version() == number) &&
-        (update_id.empty() || version.update_id() == update_id)) {
-      return std::move(version);
-    }
+  const auto meant = [&](const v1::Version& version) {
+    return (parts[3] == "latest" || version.version() == number) &&
+           (update_id.empty() || version.update_id() == update_id);
+  };
+  for (auto it = (*model)->updates.rbegin(); it != (*model)->updates.rend();
+       ++it) {
+    if (meant((*it)->record)) return ShowRunning(**it, now);
+  }
+  for (auto it = (*model)->ended.rbegin(); it != (*model)->ended.rend(); ++it) {
+    if (meant(*it)) return *it;
   }
   return Unknown("VERSION_UNKNOWN",
                  update_id.empty()

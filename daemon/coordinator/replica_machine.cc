@@ -406,6 +406,11 @@ class Stepper {
           s_.engine == EngineState::kResuming ||
           s_.engine == EngineState::kUnresumed || again || in_earnest ||
           for_another) {
+        // Whoever waits for it to run waits in vain.
+        if (s_.engine == EngineState::kResuming ||
+            s_.engine == EngineState::kUnresumed) {
+          Say(ReplicaAction::kStillHeld);
+        }
         if (s_.engine == EngineState::kRunning) {
           s_.served = s_.workers[0].content;
           s_.served_known = s_.Servable();

@@ -7,25 +7,24 @@
 // No clock, no ids but numbers, no protos: a simulation runs it by the million.
 //
 // The engine:
-//   state      on                                      to        and
-//   RUNNING    a pause is wanted                       PAUSING   send Pause
-//   PAUSING    Paused(command)                         PAUSED    say kPausedNow
-//              Paused(command, fault), deadline        DOUBTFUL  say
-//              kPauseFailed no pause is wanted any more             RESUMING
-//              send Resume
-//   DOUBTFUL   no pause is wanted                      RESUMING  send Resume
-//              still wanted, five seconds after a      PAUSING   send Pause
-//              failure, at once when it has come back
-//   PAUSED     no pause is wanted                      RESUMING  send Resume
-//              target not installed on a worker        PAUSED    send Apply to
-//              it
-//   RESUMING   Resumed(command)                        RUNNING   say
-//   kResumedNow
-//              Resumed(command, fault), deadline       UNRESUMED say
-//              kResumeFailed a pause is wanted                       PAUSING
-//              send Pause
-//   UNRESUMED  a second later                          RESUMING  send Resume
-//              a pause is wanted                       PAUSING   send Pause
+//   state      on                                  to         and
+//   RUNNING    a pause is wanted                   PAUSING    send Pause
+//   PAUSING    Paused(command)                     PAUSED     say kPausedNow
+//              Paused(fault), deadline             DOUBTFUL   say kPauseFailed
+//              no pause is wanted any more         RESUMING   send Resume
+//   DOUBTFUL   no pause is wanted                  RESUMING   send Resume
+//              still wanted, five seconds after    PAUSING    send Pause
+//              a failure, at once when it is back
+//   PAUSED     no pause is wanted                  RESUMING   send Resume
+//              target not installed on a worker    PAUSED     send it Apply
+//              it is wanted for somebody else      PAUSING    send Pause
+//   RESUMING   Resumed(command)                    RUNNING    say kResumedNow
+//              Resumed(fault), deadline            UNRESUMED  say kResumeFailed
+//              a pause is wanted                   PAUSING    say kStillHeld,
+//                                                             send Pause
+//   UNRESUMED  a second later                      RESUMING   send Resume
+//              a pause is wanted                   PAUSING    say kStillHeld,
+//                                                             send Pause
 // A pause is wanted while somebody holds it and while the workers' memories are
 // not servable: not all what the engine came with, and not all one update. So a
 // mix is never resumed, whoever asks. Nothing is sent while a worker or the
@@ -243,7 +242,9 @@ struct ReplicaAction {
     kFenced,
     kResumedNow,
     kResumeFailed,
-    kStillHeld,  // a release that leaves it paused: others hold it, or a mix
+    // A release that leaves it paused, or a resume that a pause has overtaken:
+    // others hold it, or it holds a mix.
+    kStillHeld,
   };
   Kind kind = kComplete;
   int worker = 0;

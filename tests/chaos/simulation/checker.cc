@@ -33,6 +33,13 @@ void Checker::Journalled(const JournalRecord& record) {
     case JournalRecord::kUpdateOpened: {
       const auto& opened = record.update_opened();
       const std::string& model = opened.model();
+      if (adopted_ && std::find(opened_.begin(), opened_.end(),
+                                opened.update_id()) != opened_.end()) {
+        // Learnt from a node that has it.
+        floors_[model] = std::max(floors_[model], opened.version());
+        aborted_floor_[model] = false;
+        return;
+      }
       if (opened.version() < floors_[model] ||
           (opened.version() == floors_[model] && !aborted_floor_[model])) {
         Violation(absl::StrCat("version ", opened.version(),
@@ -58,7 +65,7 @@ void Checker::Journalled(const JournalRecord& record) {
       // order.
       const auto after = std::find(opened_.begin(), opened_.end(), id);
       for (auto newer = after; newer != opened_.end(); ++newer) {
-        if (*newer != id && Committed(*newer)) {
+        if (*newer != id && Committed(*newer) && !Committed(id)) {
           Violation(absl::StrCat(id, " was committed after a newer update, ",
                                  *newer, ", was"));
         }
@@ -69,10 +76,11 @@ void Checker::Journalled(const JournalRecord& record) {
     case JournalRecord::kUpdateEnded: {
       const auto& end = record.update_ended();
       const std::string& id = end.update_id();
-      const bool active = end.active() || end.superseded() || end.lost();
+      const bool active = end.active() || end.lost();
       if (!active && Committed(id)) {
         Violation(absl::StrCat(
-            id, " was aborted after its commit: ", end.failure().message()));
+            id, end.superseded() ? " was superseded" : " was aborted",
+            " after its commit: ", end.failure().message()));
       }
       if (end.active() && !Committed(id)) {
         Violation(absl::StrCat(id, " ended well and was never committed"));
@@ -83,12 +91,43 @@ void Checker::Journalled(const JournalRecord& record) {
       }
       return;
     }
+    case JournalRecord::kStreamBegun:
+      streamed_.insert(record.stream_begun().update_id());
+      return;
+    case JournalRecord::kHoldPlaced:
+      if (!record.hold_placed().update_id().empty()) {
+        rolled_back_to_ = record.hold_placed().update_id();
+      }
+      return;
+    case JournalRecord::kHoldReleased:
+      if (record.hold_released().replica().empty()) rolled_back_to_.clear();
+      return;
     default:
       return;
   }
 }
 
-void Checker::Restarted(const std::string& replica) { served_[replica] = 0; }
+void Checker::Adopted() {
+  adopted_ = true;
+  floors_.clear();
+  aborted_floor_.clear();
+  held_.clear();
+  rolled_back_to_.clear();
+}
+
+void Checker::Held(const std::string& replica, bool held) {
+  if (held) {
+    held_.insert(replica);
+  } else {
+    held_.erase(replica);
+  }
+}
+
+void Checker::Restarted(const std::string& replica) {
+  served_[replica] = 0;
+  // It comes up running, and is asked to pause.
+  held_.erase(replica);
+}
 
 void Checker::Serves(const std::string& replica,
                      const std::vector<Memory>& workers) {
@@ -102,6 +141,10 @@ void Checker::Serves(const std::string& replica,
       return Violation(std::move(sentence));
     }
   }
+  if (held_.count(replica) != 0) {
+    Violation(absl::StrCat(replica,
+                           " generates although an operator holds it paused"));
+  }
   int order = 0;
   if (workers[0].kind == Memory::kInstalled) {
     auto commit = commits_.find(workers[0].update_id);
@@ -113,7 +156,9 @@ void Checker::Serves(const std::string& replica,
     order = commit->second;
   }
   int& before = served_[replica];
-  if (order < before) {
+  const bool rolled_back =
+      !rolled_back_to_.empty() && order >= commits_[rolled_back_to_];
+  if (order < before && !rolled_back) {
     Violation(absl::StrCat(replica, " generates with ", Describe(workers[0]),
                            ", older than what it served before"));
   }
@@ -126,7 +171,7 @@ void Checker::Writes(const std::string& replica, int worker, bool engine_runs,
     Violation(absl::StrCat("worker ", worker, " of ", replica, " writes ",
                            update_id, " while the engine generates"));
   }
-  if (!Committed(update_id)) {
+  if (!Committed(update_id) && streamed_.count(update_id) == 0) {
     Violation(absl::StrCat("worker ", worker, " of ", replica, " writes ",
                            update_id, ", which is not committed"));
   }

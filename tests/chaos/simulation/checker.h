@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -47,6 +48,11 @@ class Checker {
 
   // ---- Engines ----
 
+  // An operator was told that it stands still, or asked for its resume.
+  void Held(const std::string& replica, bool held);
+  // The cluster was adopted on another journal: what only the old one knew is
+  // lost, and what was committed is what replicas have.
+  void Adopted();
   // Another process: it has served nothing yet.
   void Restarted(const std::string& replica);
   // The engine takes a step with these.
@@ -76,6 +82,12 @@ class Checker {
   std::map<std::string, bool> ends_;
   std::map<std::string, bool> outcomes_;
   std::map<std::string, int> served_;
+  std::set<std::string> held_;
+  // STREAM: written before their commit.
+  std::set<std::string> streamed_;
+  // The update that a rollback holds; empty: none does.
+  std::string rolled_back_to_;
+  bool adopted_ = false;
   std::map<std::string, int64_t> floors_;
   std::map<std::string, bool> aborted_floor_;
   std::vector<std::string> violations_;

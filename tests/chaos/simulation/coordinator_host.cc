@@ -80,6 +80,19 @@ JournalState World::FoundJournal() {
     }
     return state;
   }
+  if ((planted_ == Planted::kHoldForgotten ||
+       planted_ == Planted::kReleaseForgotten) &&
+      records_.size() > 1) {
+    JournalState state;
+    for (const JournalRecord& record : records_) {
+      const bool forgotten = planted_ == Planted::kHoldForgotten
+                                 ? !record.hold_placed().replica().empty()
+                                 : record.has_hold_released() &&
+                                       record.hold_released().replica().empty();
+      if (!forgotten) daemon::ApplyRecord(record, &state);
+    }
+    return state;
+  }
   if (!random_.Chance(odds_.journal_file)) {
     // What compaction leaves.
     JournalState state;
@@ -125,6 +138,10 @@ void World::StartCoordinator(bool impostor) {
   host_.stopped_until = 0;
   impostor_ = impostor;
   JournalState found = impostor ? JournalState() : FoundJournal();
+  if (impostor) {
+    impostor_durable_ = JournalState();
+    impostor_records_.clear();
+  }
   torn_ = false;
   coordinator_ =
       std::make_unique<daemon::Coordinator>(options_, std::move(found));
@@ -157,30 +174,48 @@ void World::CrashCoordinator(Time restart_after) {
        [this, gone] { LinkClosed(gone->node, gone); });
   }
   links_.clear();
+  const auto callers = std::move(admin_);
+  admin_.clear();
+  for (const auto& caller : callers) caller.second(false);
   const int life = host_.life;
   After(restart_after, [this, life] {
     if (host_.life == life) StartCoordinator(/*impostor=*/false);
   });
 }
 
-void World::Append(const JournalRecord& record) {
+void World::Append(JournalRecord record) {
   if (trace_ != nullptr) {
     const auto* field = JournalRecord::descriptor()->FindFieldByNumber(
         static_cast<int>(record.record_case()));
     Trace("journal  ", field->name(), "  ", record.ShortDebugString());
   }
-  if (impostor_) return;
+  if (impostor_) {
+    daemon::ApplyRecord(record, &impostor_durable_);
+    impostor_records_.push_back(record);
+    if (!record.has_adopted()) return;
+    // It is the journal from now on.
+    impostor_ = false;
+    durable_ = std::move(impostor_durable_);
+    records_ = std::move(impostor_records_);
+    checker_.Adopted();
+    return;
+  }
   daemon::ApplyRecord(record, &durable_);
-  records_.push_back(record);
   checker_.Journalled(record);
+  records_.push_back(std::move(record));
 }
 
 void World::Execute(daemon::Actions actions) {
-  if (planted_ == Planted::kCommitAfterTelling) {
+  if (planted_ == Planted::kCommitAfterTelling ||
+      planted_ == Planted::kStreamAfterTelling) {
     // Behind everything that is told in the same breath.
     for (size_t i = 0; i + 1 < actions.size(); ++i) {
       const auto* append = absl::get_if<daemon::JournalAppend>(&actions[i]);
-      if (append == nullptr || !append->record.has_update_committed()) continue;
+      if (append == nullptr || !(planted_ == Planted::kCommitAfterTelling
+                                     ? append->record.has_update_committed()
+                                     : append->record.has_stream_begun())) {
+        continue;
+      }
       std::rotate(actions.begin() + static_cast<std::ptrdiff_t>(i),
                   actions.begin() + static_cast<std::ptrdiff_t>(i) + 1,
                   actions.end());
@@ -188,25 +223,27 @@ void World::Execute(daemon::Actions actions) {
     }
   }
   const int life = host_.life;
-  for (const daemon::Action& action : actions) {
-    const auto* append = absl::get_if<daemon::JournalAppend>(&action);
+  for (daemon::Action& action : actions) {
+    auto* append = absl::get_if<daemon::JournalAppend>(&action);
     if (crash_at_action_ >= 0 && crash_at_action_-- == 0) {
       // Before it, within it, or right after it.
       const int64_t where = random_.Below(3);
       if (append != nullptr && where == 1)
         torn_ = random_.Chance(odds_.torn_tail);
-      if (append != nullptr && where == 2) Append(append->record);
+      if (append != nullptr && where == 2) Append(std::move(append->record));
       Trace("coordinator dies at an action of its own");
       CrashCoordinator(Downtime());
       return;
     }
     if (append != nullptr) {
-      Append(append->record);
-    } else if (const auto* send = absl::get_if<daemon::SendCommand>(&action)) {
+      Append(std::move(append->record));
+    } else if (auto* send = absl::get_if<daemon::SendCommand>(&action)) {
       auto link = links_.find(send->node_stream);
       if (link == links_.end()) continue;
       if (planted_ != Planted::kNone && Forge(*send)) continue;
-      Deliver(link->second, send->command);
+      Deliver(link->second, std::move(send->command));
+    } else if (const auto* done = absl::get_if<daemon::AdminDone>(&action)) {
+      AdminDone(done->request, done->failure.code() == 0);
     } else if (const auto* close = absl::get_if<daemon::CloseNode>(&action)) {
       auto found = links_.find(close->node_stream);
       if (found == links_.end()) continue;
@@ -223,7 +260,7 @@ void World::Execute(daemon::Actions actions) {
 }
 
 void World::Deliver(const std::shared_ptr<Link>& link,
-                    const v1::NodeCommand& command) {
+                    v1::NodeCommand command) {
   if (impostor_) {
     checker_.Violation(absl::StrCat(
         "a coordinator with an empty journal commands: ", NameOf(command)));
@@ -234,10 +271,11 @@ void World::Deliver(const std::shared_ptr<Link>& link,
           command.has_define_layout() ? "" : command.ShortDebugString());
   }
   link->last_down = std::max(link->last_down + 1, now_ + Delay());
-  By(&nodes_[link->node], link->last_down - now_, [this, link, command] {
-    if (!link->node_open || link->drop_down) return;
-    OnCommand(link->node, link, command);
-  });
+  By(&nodes_[link->node], link->last_down - now_,
+     [this, link, command = std::move(command)] {
+       if (!link->node_open || link->drop_down) return;
+       OnCommand(link->node, link, command);
+     });
 }
 
 bool World::Forge(const daemon::SendCommand& send) {

@@ -34,6 +34,7 @@ void World::StartEngine(int index) {
   engine.queue.clear();
   engine.busy = false;
   engine.older = Memory();
+  engine.refused.clear();
   checker_.Restarted(engine.name);
   Trace(engine.name, " starts as ", engine.incarnation);
   for (Worker& worker : engine.workers) {
@@ -41,8 +42,10 @@ void World::StartEngine(int index) {
     worker.up = true;
     worker.stopped_until = 0;
     worker.memory = Memory();
+    worker.served = Memory();
     worker.busy = false;
     worker.queue.clear();
+    worker.streaming.clear();
   }
   ConnectControl(index);
   for (size_t w = 0; w < engine.workers.size(); ++w) {
@@ -75,7 +78,7 @@ void World::Serve(int index) {
   for (const Worker& worker : engine.workers) {
     // A step waits for all workers.
     if (!worker.up || now_ < worker.stopped_until) return;
-    memories.push_back(worker.memory);
+    memories.push_back(Served(worker));
   }
   checker_.Serves(engine.name, memories);
 }
@@ -100,6 +103,11 @@ void World::ConnectControl(int index) {
             if (engine.generation != generation) return;
             engine.open = true;
             engine.told_paused = paused;
+            engine.offer.Clear();
+            engine.commit = nullptr;
+            engine.own_command.clear();
+            engine.isolation_hold = false;
+            engine.resumed_itself = false;
             JoinControl(index);
           });
      });
@@ -135,6 +143,11 @@ void World::JoinControl(int index) {
   r->set_worker_count(static_cast<int>(engine.workers.size()));
   r->set_incarnation(engine.incarnation);
   r->set_paused(engine.told_paused);
+  r->set_atomic_swap(atomic_swap_);
+  for (const std::string& command : engine.refused) {
+    report.mutable_replica_joined()->add_refused_command_ids(command);
+  }
+  report.mutable_replica_joined()->set_isolation_hold(engine.isolation_hold);
   Ask ask;
   ask.kind = Ask::kControl;
   ask.who = index;
@@ -154,9 +167,10 @@ void World::EngineWork(int index) {
     return EngineWork(index);
   }
   const bool nothing_to_do =
-      command.pause ? engine.word == Engine::kPaused
-                    : engine.word == Engine::kRunning &&
-                          engine.running_update == command.update_id;
+      command.none    ? true
+      : command.pause ? engine.word == Engine::kPaused
+                      : engine.word == Engine::kRunning &&
+                            engine.running_update == command.update_id;
   if (nothing_to_do) {
     engine.answers[command.command_id] = false;
     AnswerEngine(index, generation, command, false);
@@ -190,11 +204,14 @@ void World::EngineWork(int index) {
       engine.running_update = command.update_id;
       engine.word = Engine::kRunning;
       engine.running = true;
+      for (Worker& worker : engine.workers) worker.served = worker.memory;
       if (planted_ == Planted::kOlderWeights && !planted_once_ &&
           engine.older.kind == Memory::kInstalled && !before.empty() &&
           before != engine.older.update_id) {
         planted_once_ = true;
-        for (Worker& worker : engine.workers) worker.memory = engine.older;
+        for (Worker& worker : engine.workers) {
+          worker.memory = worker.served = engine.older;
+        }
       }
     }
     Trace(engine.name, command.pause ? " pause " : " resume ",
@@ -214,7 +231,14 @@ void World::AnswerEngine(int index, int64_t generation,
      [this, index, generation, command, failed] {
        Engine& engine = engines_[index];
        if (engine.generation != generation || !engine.open) return;
-       if (!failed) engine.told_paused = command.pause;
+       if (!failed && !command.none) {
+         engine.told_paused = command.pause;
+         if (command.pause) engine.resumed_itself = false;
+       }
+       if (command.command_id == engine.own_command) {
+         engine.own_command.clear();
+         return;
+       }
        v1::NodeReport report;
        v1::Failure failure;
        failure.set_code(13);
@@ -292,6 +316,16 @@ void World::EndWorker(int index, int w, bool client_sees) {
      });
 }
 
+Memory World::Believed(const Worker& worker) {
+  Memory believed = worker.told;
+  if (!worker.command_id.empty() &&
+      !(believed == Memory{Memory::kInstalled, worker.command_update, 0})) {
+    believed.kind = Memory::kWriting;
+    believed.update_id = worker.command_update;
+  }
+  return believed;
+}
+
 void World::JoinWorker(int index, int w) {
   const Engine& engine = engines_[index];
   const Worker& worker = engine.workers[w];
@@ -305,7 +339,7 @@ void World::JoinWorker(int index, int w) {
   r->set_worker_index(w);
   r->set_worker_count(static_cast<int>(engine.workers.size()));
   r->set_incarnation(engine.incarnation);
-  *r->mutable_installed() = ToProto(worker.told);
+  *r->mutable_installed() = ToProto(Believed(worker));
   v1::WantedTensor* tensor = r->add_tensors();
   tensor->set_name("w");
   tensor->set_dtype(v1::DTYPE_BF16);
@@ -323,17 +357,24 @@ void World::WorkerWork(int index, int w) {
   Engine& engine = engines_[index];
   Worker& worker = engine.workers[w];
   if (worker.busy || worker.queue.empty()) return;
-  const v1::ApplyWorker apply = worker.queue.front();
+  const Job job = std::move(worker.queue.front());
   worker.queue.pop_front();
+  if (job.kind != Job::kApply) {
+    StreamWork(index, w, job);
+    return WorkerWork(index, w);
+  }
+  const Apply apply = job.apply;
+  // An update that was streamed and never completed is written over.
+  worker.streaming.clear();
   const int64_t generation = worker.generation;
   if (worker.memory.kind == Memory::kInstalled &&
-      worker.memory.update_id == apply.update_id()) {
+      worker.memory.update_id == apply->update_id()) {
     ReportApplied(index, w, apply, "", generation);
     return WorkerWork(index, w);
   }
-  if (apply.commit_term() <= 0) {
+  if (apply->commit_term() <= 0) {
     checker_.Violation(
-        absl::StrCat("an apply of ", apply.update_id(), " names no commit"));
+        absl::StrCat("an apply of ", apply->update_id(), " names no commit"));
     return;
   }
   if (random_.Chance(odds_.apply_fails)) {
@@ -341,17 +382,20 @@ void World::WorkerWork(int index, int w) {
     return WorkerWork(index, w);
   }
   if (!worker.open) return WorkerWork(index, w);  // nothing is written
-  checker_.Writes(engine.name, w, engine.up && engine.running,
-                  apply.update_id());
+  checker_.Writes(engine.name, w, engine.up && engine.running && !atomic_swap_,
+                  apply->update_id());
   if (worker.memory.kind == Memory::kInstalled &&
       engine.older.kind != Memory::kInstalled) {
     engine.older = worker.memory;  // the first that it served
   }
-  worker.memory.kind = Memory::kWriting;
-  worker.memory.update_id = apply.update_id();
-  worker.memory.version = apply.version();
+  Memory writing;
+  writing.kind = Memory::kWriting;
+  writing.update_id = apply->update_id();
+  writing.version = apply->version();
+  // One that swaps writes beside, and never holds a mix.
+  if (!atomic_swap_) worker.memory = writing;
   worker.busy = true;
-  Trace(engine.name, " worker ", w, " writes ", apply.update_id());
+  Trace(engine.name, " worker ", w, " writes ", apply->update_id());
   Serve(index);
   By(&nodes_[worker.node], LocalDelay(&worker.last_up),
      [this, index, w, generation, memory = worker.memory] {
@@ -364,17 +408,18 @@ void World::WorkerWork(int index, int w) {
                          ? random_.Below(6 * kSecond)
                          : random_.Between(kMillisecond, 60 * kMillisecond);
   const bool fails = random_.Chance(odds_.apply_fails);
-  By(&worker, takes, [this, index, w, apply, generation, fails] {
+  By(&worker, takes, [this, index, w, apply, generation, fails, writing] {
     Engine& engine = engines_[index];
     Worker& worker = engine.workers[w];
     worker.busy = false;
     const Node& node = nodes_[worker.node];
-    auto update = node.updates.find(apply.update_id());
+    auto update = node.updates.find(apply->update_id());
     // A daemon that has died took its memory along no more than its mapping.
     const bool recycled = node.up && worker.open &&
                           worker.generation == generation &&
                           update == node.updates.end();
     if (!fails && !recycled) {
+      worker.memory = writing;
       worker.memory.kind = Memory::kInstalled;
     }
     Trace(engine.name, " worker ", w, " holds ", Describe(worker.memory));
@@ -388,7 +433,7 @@ void World::WorkerWork(int index, int w) {
   });
 }
 
-void World::ReportApplied(int index, int w, const v1::ApplyWorker& apply,
+void World::ReportApplied(int index, int w, const Apply& apply,
                           const std::string& reason, int64_t generation) {
   Worker& worker = engines_[index].workers[w];
   if (worker.generation != generation || !worker.open) return;
@@ -397,15 +442,15 @@ void World::ReportApplied(int index, int w, const v1::ApplyWorker& apply,
        Worker& worker = engines_[index].workers[w];
        if (worker.generation != generation || !worker.open) return;
        worker.told = memory;
-       if (worker.command_id == apply.command_id()) worker.command_id.clear();
+       if (worker.command_id == apply->command_id()) worker.command_id.clear();
        v1::NodeReport report;
        v1::WorkerAppliedReport* applied = report.mutable_worker_applied();
        applied->set_model("models/m");
        applied->set_replica(engines_[index].name);
        applied->set_worker_index(w);
        applied->set_incarnation(engines_[index].incarnation);
-       applied->set_update_id(apply.update_id());
-       applied->set_command_id(apply.command_id());
+       applied->set_update_id(apply->update_id());
+       applied->set_command_id(apply->command_id());
        if (!reason.empty()) {
          applied->mutable_failure()->set_code(13);
          applied->mutable_failure()->set_reason(reason);

@@ -1,6 +1,7 @@
 // What goes wrong, and when.
 
 #include <algorithm>
+#include <cctype>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -34,6 +35,10 @@ void World::PlanFaults() {
       {"worker_break", odds_.worker_break},
       {"evict", odds_.evict},
       {"weights_dropped", odds_.weights_dropped},
+      {"hold", odds_.hold},
+      {"rollback", odds_.rollback},
+      {"drain", odds_.drain},
+      {"delete_version", odds_.delete_version},
   };
   int sum = 0;
   for (const auto& kind : kinds) sum += kind.second;
@@ -65,9 +70,19 @@ void World::Stop(Process* process, Time duration) {
   process->stopped_until = std::max(process->stopped_until, now_ + duration);
 }
 
+std::string World::StateNow() const {
+  if (coordinator_ == nullptr || impostor_) return "no coordinator";
+  const auto version =
+      coordinator_->GetVersion("models/m/versions/latest", "", Clock());
+  if (!version.ok()) return "none";
+  std::string name = v1::Version::State_Name(version->state()).substr(6);
+  for (char& c : name) c = static_cast<char>(std::tolower(c));
+  return name;
+}
+
 void World::Inject(const std::string& kind) {
   Trace("FAULT ", kind);
-  ++outcome_.faults[kind];
+  ++outcome_.faults[kind][StateNow()];
   const auto pick = [this](size_t count) {
     return static_cast<int>(random_.Below(static_cast<int64_t>(count)));
   };
@@ -96,9 +111,13 @@ void World::Inject(const std::string& kind) {
     After(Downtime() / 4, [this, life] {
       if (host_.life == life) StartCoordinator(/*impostor=*/true);
     });
-    After(3 * kSecond, [this] {
-      if (impostor_) CrashCoordinator(random_.Below(kSecond));
-    });
+    if (random_.Chance(odds_.adopt)) {
+      After(3 * kSecond, [this] { Adopt(); });
+    } else {
+      After(3 * kSecond, [this] {
+        if (impostor_) CrashCoordinator(random_.Below(kSecond));
+      });
+    }
   } else if (kind == "node_crash") {
     if (!nodes_[n].up) return;
     CrashNode(n);
@@ -197,13 +216,21 @@ void World::Inject(const std::string& kind) {
     // Somebody else's memory was needed: what is not the newest may go.
     std::string oldest;
     for (const auto& update : nodes_[n].updates) {
-      if (update.second.kept &&
+      if (update.second.kept && nodes_[n].pinned.count(update.first) == 0 &&
           (oldest.empty() ||
            update.second.order < nodes_[n].updates[oldest].order)) {
         oldest = update.first;
       }
     }
     if (!oldest.empty()) Evict(n, oldest);
+  } else if (kind == "hold") {
+    HoldByHand();
+  } else if (kind == "rollback") {
+    RollBack();
+  } else if (kind == "drain") {
+    DrainNode();
+  } else if (kind == "delete_version") {
+    DeleteVersion();
   } else if (kind == "weights_dropped") {
     // Deep sleep: the engine stands still and has nothing.
     Engine& engine = engines_[e];
@@ -212,6 +239,7 @@ void World::Inject(const std::string& kind) {
       return;
     }
     engine.workers[w].memory = Memory{Memory::kNothing, "", 0};
+    engine.workers[w].served = engine.workers[w].memory;
     EndWorker(e, w, /*client_sees=*/true);
   }
 }

@@ -29,7 +29,9 @@ void World::StartNode(int index) {
   node.layouts.clear();
   node.ended.clear();
   node.snapshots.clear();
+  node.pinned.clear();
   node.asks.clear();
+  node.away_since = now_;
   node.newest_term = 0;
   node.link = nullptr;
   Trace(node.name, " starts");
@@ -132,6 +134,7 @@ void World::LinkClosed(int index, std::shared_ptr<Link> link) {
   Node& node = nodes_[index];
   if (node.link != link) return;
   node.link = nullptr;
+  if (node.away_since == kNever) node.away_since = now_;
   if (link->welcomed) {
     // The coordinator waits as long; after that it has given up on us.
     const int64_t loss = ++node.losses;
@@ -205,6 +208,7 @@ void World::NodeBeat(int index, int life) {
       Report(index, std::move(report), /*once=*/true);
     }
   }
+  CheckAway(index);
   By(&node, kSecond, [this, index, life] { NodeBeat(index, life); });
 }
 
@@ -229,12 +233,16 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
     case v1::NodeCommand::kReply:
       return OnReply(index, command.reply());
     case v1::NodeCommand::kDefineLayout: {
-      std::deque<std::string>& kept =
-          node.layouts[command.define_layout().model()];
-      const std::string& layout = command.define_layout().layout_id();
-      kept.erase(std::remove(kept.begin(), kept.end(), layout), kept.end());
-      kept.push_back(layout);
+      const v1::DefineLayout& layout = command.define_layout();
+      std::deque<std::string>& kept = node.layouts[layout.model()];
+      kept.erase(std::remove(kept.begin(), kept.end(), layout.layout_id()),
+                 kept.end());
+      kept.push_back(layout.layout_id());
       if (kept.size() > daemon::LayoutBook::kKeptPerModel) kept.pop_front();
+      unsigned& receivers = receivers_[layout.layout_id()];
+      for (const v1::LayoutWorker& worker : layout.workers()) {
+        receivers |= 1u << (layout.nodes(worker.node()).node().back() - '0');
+      }
       return;
     }
     case v1::NodeCommand::kPrepareUpdate:
@@ -249,6 +257,7 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
         return;
       }
       update->second.moving = true;
+      if (update->second.stream) BeginStream(index, move);
       return TryMove(index, move.update_id());
     }
     case v1::NodeCommand::kUpdateManifest: {
@@ -261,10 +270,13 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
       return OnEnd(index, command.end_update());
     case v1::NodeCommand::kApplyWorker:
       if (unknown_layout(command.apply_worker().layout_id())) return;
-      return OnApply(index, command.apply_worker());
+      return OnApply(index, std::make_shared<const v1::ApplyWorker>(
+                                command.apply_worker()));
     case v1::NodeCommand::kPauseReplica:
     case v1::NodeCommand::kResumeReplica: {
       const bool pause = command.has_pause_replica();
+      const bool none =
+          command.pause_replica().pause().mode() == v1::PAUSE_MODE_NONE;
       const std::string& name = pause ? command.pause_replica().replica()
                                       : command.resume_replica().replica();
       const std::string& incarnation =
@@ -272,6 +284,7 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
                 : command.resume_replica().incarnation();
       EngineCommand relayed;
       relayed.pause = pause;
+      relayed.none = none;
       relayed.command_id = pause
                                ? command.pause_replica().pause().command_id()
                                : command.resume_replica().resume().command_id();
@@ -304,15 +317,32 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
         Report(index, std::move(report));
         return;
       }
-      By(&engine, LocalDelay(&engine.last_down),
-         [this, e, relayed, generation = engine.generation] {
-           Engine& engine = engines_[e];
-           if (engine.generation != generation || !engine.open) return;
-           engine.queue.push_back(relayed);
-           EngineWork(e);
-         });
+      if (!pause || (!relayed.update_id.empty() && engine.commit != nullptr &&
+                     engine.commit->update_id() != relayed.update_id)) {
+        engine.commit = nullptr;
+      }
+      if (pause) {
+        engine.offer = command.pause_replica();
+      } else {
+        engine.offer.Clear();
+        engine.isolation_hold = false;
+      }
+      return Relay(e, relayed);
+    }
+    case v1::NodeCommand::kPinUpdate: {
+      const v1::PinUpdate& pin = command.pin_update();
+      if (pin.pin()) {
+        node.pinned.insert(pin.update_id());
+      } else {
+        node.pinned.erase(pin.update_id());
+      }
       return;
     }
+    case v1::NodeCommand::kDropUpdate:
+      node.updates.erase(command.drop_update().update_id());
+      return;
+    case v1::NodeCommand::kReleaseSources:
+      return Release(index, command.release_sources().update_id(), "");
     case v1::NodeCommand::kRefuseReplica:
       return EndControl(command.refuse_replica().replica().back() - '0',
                         /*client_sees=*/true);
@@ -328,6 +358,7 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
 void World::OnWelcome(int index, const v1::Welcome& welcome) {
   Node& node = nodes_[index];
   ++node.losses;
+  node.away_since = kNever;
   node.cluster_id = welcome.cluster_id();
   if (welcome.term() > node.newest_term) {
     if (node.newest_term > 0) Abandon(index);
@@ -421,6 +452,10 @@ void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
   if (older(prepare.epoch(), update.epoch)) return;
   update.epoch = prepare.epoch();
   update.prepared = true;
+  update.stream = prepare.update_mode() == v1::UPDATE_MODE_STREAM;
+  update.in_place = prepare.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
+  update.receiver =
+      prepare.fetch() || (receivers_[prepare.layout_id()] >> index & 1u) != 0;
   update.fetched = update.fetched || prepare.fetch();
   update.moving = false;
   update.peers.clear();
@@ -469,6 +504,17 @@ void World::TryMove(int index, const std::string& id) {
       return;
     }
     NodeUpdate& update = found->second;
+    if (update.stream && !StreamTaken(index, &update)) {
+      // Somebody has yet to take a bucket.
+      return By(&nodes_[index], 20 * kMillisecond,
+                [this, index, id, epoch = update.epoch] {
+                  auto found = nodes_[index].updates.find(id);
+                  if (found != nodes_[index].updates.end() &&
+                      found->second.epoch.counter() == epoch.counter()) {
+                    TryMove(index, id);
+                  }
+                });
+    }
     std::string missing;
     if (!update.whole) {
       for (const std::string& peer : update.peers) {
@@ -496,7 +542,8 @@ void World::TryMove(int index, const std::string& id) {
       verified->set_edge_from(missing);
       verified->set_edge_to(node.name);
     } else {
-      update.whole = true;
+      // What it keeps, if it is committed.
+      update.whole = update.snapshot || (update.receiver && !update.stream);
     }
     Report(index, std::move(report));
   });
@@ -513,6 +560,8 @@ void World::OnEnd(int index, const v1::EndUpdate& end) {
     checker_.ToldEnd(id, end.committed());
   }
   node.ended.insert(id);
+  Release(index, id, end.committed() ? "" : "UPDATE_ABORTED");
+  if (!end.committed()) AbortStream(index, id);
   for (auto it = node.snapshots.begin(); it != node.snapshots.end();) {
     it =
         it->second.update_id() == id ? node.snapshots.erase(it) : std::next(it);
@@ -528,7 +577,7 @@ void World::OnEnd(int index, const v1::EndUpdate& end) {
     int kept = 0;
     std::string oldest;
     for (const auto& each : node.updates) {
-      if (!each.second.kept) continue;
+      if (!each.second.kept || node.pinned.count(each.first) != 0) continue;
       ++kept;
       if (oldest.empty() || each.second.order < node.updates[oldest].order) {
         oldest = each.first;
@@ -555,46 +604,72 @@ void World::Abandon(int index) {
       ++it;
     } else {
       node.ended.insert(it->first);
+      Release(index, it->first, "UPDATE_ABORTED");
+      AbortStream(index, it->first);
       it = node.updates.erase(it);
     }
   }
 }
 
-void World::OnApply(int index, const v1::ApplyWorker& apply) {
-  const int e = apply.replica().back() - '0';
-  const int w = apply.worker_index();
+void World::OnApply(int index, const Apply& apply) {
+  const int e = apply->replica().back() - '0';
+  const int w = apply->worker_index();
   Engine& engine = engines_[e];
   Worker& worker = engine.workers[w];
   if (worker.node != index || !worker.open ||
-      engine.incarnation != apply.incarnation()) {
-    return ApplyRefused(apply, "WORKER_LOST", nullptr);
+      engine.incarnation != apply->incarnation()) {
+    return ApplyRefused(*apply, "WORKER_LOST", nullptr);
   }
+  if (engine.node == index && engine.open &&
+      engine.offer.pause().update_id() == apply->update_id()) {
+    engine.commit = apply;
+  }
+  const auto streamed = nodes_[index].updates.find(apply->update_id());
+  if (streamed != nodes_[index].updates.end()) {
+    for (const Member& member : streamed->second.members) {
+      if (member.engine != e || member.worker != w ||
+          member.generation != worker.generation) {
+        continue;
+      }
+      // It has every byte already.
+      worker.command_id = apply->command_id();
+      worker.command_update = apply->update_id();
+      return Send(e, w, worker.generation,
+                  Job{Job::kEndStream, apply, /*complete=*/true});
+    }
+  }
+  // An engine that generates is not written to, where the node itself has let
+  // it go.
+  if (engine.node == index && engine.resumed_itself && !engine.told_paused &&
+      !atomic_swap_) {
+    return ApplyRefused(*apply, "REPLICA_RUNNING", &worker.told);
+  }
+  // From here on it may begin to write at any moment.
+  worker.command_id = apply->command_id();
+  worker.command_update = apply->update_id();
   // The plan is made and the bytes are looked up behind other commands.
   By(&nodes_[index], LocalDelay(&nodes_[index].last_data),
      [this, index, e, w, apply, generation = worker.generation] {
        Worker& worker = engines_[e].workers[w];
-       if (!worker.open || worker.generation != generation) return;
-       auto update = nodes_[index].updates.find(apply.update_id());
-       if (update == nodes_[index].updates.end() || !update->second.whole) {
-         return ApplyRefused(apply, "UPDATE_UNKNOWN", &worker.told);
+       if (!worker.open || worker.generation != generation ||
+           worker.command_id != apply->command_id()) {
+         return;
        }
-       worker.command_id = apply.command_id();
-       worker.command_update = apply.update_id();
-       By(&worker, LocalDelay(&worker.last_down),
-          [this, e, w, apply, generation] {
-            Worker& worker = engines_[e].workers[w];
-            if (!worker.open || worker.generation != generation) return;
-            worker.queue.push_back(apply);
-            WorkerWork(e, w);
-          });
+       auto update = nodes_[index].updates.find(apply->update_id());
+       if (update == nodes_[index].updates.end() || !update->second.whole) {
+         worker.command_id.clear();
+         return ApplyRefused(*apply, "UPDATE_UNKNOWN", &worker.told);
+       }
+       Send(e, w, generation, Job{Job::kApply, apply});
        By(&nodes_[index], absl::ToInt64Microseconds(options_.apply_timeout),
           [this, e, w, apply, generation] {
             Worker& worker = engines_[e].workers[w];
             if (!worker.open || worker.generation != generation ||
-                worker.command_id != apply.command_id()) {
+                worker.command_id != apply->command_id()) {
               return;
             }
-            ApplyRefused(apply, "APPLY_TIMEOUT", &worker.told);
+            const Memory believed = Believed(worker);
+            ApplyRefused(*apply, "APPLY_TIMEOUT", &believed);
             EndWorker(e, w, /*client_sees=*/true);
           });
      });

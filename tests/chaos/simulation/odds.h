@@ -28,6 +28,13 @@ enum class Planted {
   kTwoOutcomes,
   // Resumes are carried out with the weights of the update before.
   kOlderWeights,
+  // What an operator holds paused is missing from the journal that a
+  // coordinator finds.
+  kHoldForgotten,
+  // The end of a rollback is missing from it.
+  kReleaseForgotten,
+  // The record that a STREAM begins reaches the disk after those who write.
+  kStreamAfterTelling,
 };
 
 struct Odds {
@@ -38,7 +45,22 @@ struct Odds {
   int second_rank = 700;
   int trainer_beside_engines = 300;
 
+  int atomic_swap = 150;
+  int pause_on_isolation = 200;
+
   // ---- What is published ----
+  // Of all histories, those in which each version has options of its own; the
+  // others take the defaults.
+  int options = 600;
+  // Then of each version:
+  int rolling = 300;
+  int stream = 200;
+  int in_place = 250;
+  int allow_no_recovery = 600;
+  int latest = 300;
+  int pause_none = 700;  // where engines can
+  // The next version is published when this one was taken, not when it ended.
+  int pipelined = 250;
   int named_versions = 300;  // else 0: the server gives the number
   int evict_stragglers = 400;
   int no_request_id = 100;
@@ -74,7 +96,16 @@ struct Odds {
   int worker_break = 15;
   int evict = 10;
   int weights_dropped = 8;
+  // Operators: each takes back what was done, after a while.
+  int hold = 25;
+  int rollback = 25;
+  int drain = 10;
+  int delete_version = 8;
 
+  // Whether an empty journal is adopted, or the lost one comes back. Not drawn
+  // yet: a node does not end a whole IN_PLACE update that no journal knows, and
+  // a coordinator that dies between the records of an adopted update aborts it.
+  int adopt = 0;
   // What a coordinator that crashes inside a write leaves: half a record.
   int torn_tail = 300;
   // Its journal passes through the real file format on the way back.

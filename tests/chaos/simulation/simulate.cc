@@ -32,7 +32,8 @@ int Main() {
   int64_t histories = 0, events = 0, commits = 0, aborts = 0;
   Time worst = 0;
   uint64_t worst_seed = 0;
-  std::map<std::string, int> faults;
+  std::map<std::string, std::map<std::string, int>> faults;
+  std::map<std::string, int> states;
   for (int64_t i = 0; i < FLAGS_histories && failed < FLAGS_failures; ++i) {
     const uint64_t seed = FLAGS_seed + static_cast<uint64_t>(i);
     World world(seed, Odds(), Planted::kNone,
@@ -46,8 +47,12 @@ int Main() {
       worst = outcome.recovery;
       worst_seed = seed;
     }
-    for (const auto& fault : outcome.faults)
-      faults[fault.first] += fault.second;
+    for (const auto& fault : outcome.faults) {
+      for (const auto& state : fault.second) {
+        faults[fault.first][state.first] += state.second;
+        states[state.first] += state.second;
+      }
+    }
     if (outcome.violations.empty()) continue;
     ++failed;
     std::printf("seed %llu:\n", static_cast<unsigned long long>(seed));
@@ -70,8 +75,17 @@ int Main() {
       static_cast<double>(worst) / kSecond,
       static_cast<unsigned long long>(worst_seed), seconds,
       1000 * cpu / static_cast<double>(histories), failed);
-  for (const auto& fault : faults) {
-    std::printf("  %-28s %d\n", fault.first.c_str(), fault.second);
+  // What each kind of fault hit: the state of the newest update.
+  std::printf("%-28s", "");
+  for (const auto& state : states) std::printf(" %s", state.first.c_str());
+  std::printf("\n");
+  for (auto& fault : faults) {
+    std::printf("%-28s", fault.first.c_str());
+    for (const auto& state : states) {
+      std::printf(" %*d", static_cast<int>(state.first.size()),
+                  fault.second[state.first]);
+    }
+    std::printf("\n");
   }
   return failed == 0 ? 0 : 1;
 }

@@ -17,8 +17,8 @@ namespace weightsync {
 namespace simulation {
 namespace {
 
-constexpr int64_t kHistories = 20000;
-constexpr int64_t kParts = 8;
+constexpr int64_t kHistories = 200000;
+constexpr int64_t kParts = 16;
 
 void BeQuiet() {
   FLAGS_logtostderr = true;
@@ -37,7 +37,9 @@ TEST_P(HistoriesTest, KeepEveryPromise) {
     const uint64_t seed = static_cast<uint64_t>(GetParam() * kEach + i + 1);
     const Outcome outcome = World(seed, Odds(), Planted::kNone, nullptr).Run();
     commits += outcome.commits;
-    for (const auto& fault : outcome.faults) faults += fault.second;
+    for (const auto& fault : outcome.faults) {
+      for (const auto& state : fault.second) faults += state.second;
+    }
     if (outcome.violations.empty()) continue;
     ++failed;
     ADD_FAILURE() << "seed " << seed << ": "
@@ -98,7 +100,13 @@ INSTANTIATE_TEST_SUITE_P(
         Plant{"AnswerLost", Planted::kAnswerLost, "stuck after"},
         Plant{"TwoOutcomes", Planted::kTwoOutcomes, "two outcomes"},
         Plant{"OlderWeights", Planted::kOlderWeights,
-              "older than what it served before"}),
+              "older than what it served before"},
+        Plant{"HoldForgotten", Planted::kHoldForgotten,
+              "although an operator holds it paused"},
+        Plant{"ReleaseForgotten", Planted::kReleaseForgotten,
+              "older than what it served before"},
+        Plant{"StreamAfterTelling", Planted::kStreamAfterTelling,
+              "which is not committed"}),
     [](const auto& test) { return std::string(test.param.name); });
 
 }  // namespace

@@ -139,12 +139,7 @@ void World::SendCall(int index) {
       arrived->set_version(round_version_);
     }
     arrived->set_step(round_);
-    if (evict_stragglers_) {
-      arrived->mutable_options()
-          ->mutable_commit_policy()
-          ->mutable_lockstep()
-          ->set_on_straggler(v1::LockstepPolicy::ON_STRAGGLER_EVICT);
-    }
+    *arrived->mutable_options() = round_options_;
     Ask ask;
     ask.kind = Ask::kPublish;
     ask.who = index;
@@ -168,7 +163,8 @@ void World::OnOpened(int index, const v1::Reply& reply) {
   if (opened.repeated_request()) return Answer(index, id, "");
   const bool fails = random_.Chance(odds_.copy_fails);
   By(&nodes_[rank.node], random_.Between(kMillisecond, 60 * kMillisecond),
-     [this, index, id, fails, call = rank.call, session = rank.session] {
+     [this, index, id, fails, call = rank.call, session = rank.session,
+      in_place = round_options_.publish_mode() == v1::PUBLISH_MODE_IN_PLACE] {
        Rank& rank = ranks_[index];
        Node& node = nodes_[rank.node];
        if (rank.session != session) return;
@@ -184,12 +180,19 @@ void World::OnOpened(int index, const v1::Reply& reply) {
          snapshotted.set_copied_bytes(64);
          NodeUpdate& update = node.updates[id];
          if (update.order == 0) update.order = next_order_++;
+         if (in_place) {
+           update.unreleased.emplace_back(index, call);
+         } else {
+           update.snapshot = true;
+         }
        }
        node.snapshots[index] = snapshotted;
        v1::NodeReport report;
        *report.mutable_rank_snapshotted() = snapshotted;
        Report(rank.node, std::move(report));
        if (rank.call != call || rank.state != Rank::kCalling) return;
+       // Its memory is read where it is: the call returns later.
+       if (in_place && !snapshotted.has_failure()) return;
        Answer(index, snapshotted.has_failure() ? "" : id,
               snapshotted.failure().reason());
      });
@@ -206,6 +209,11 @@ void World::Answer(int index, const std::string& update_id,
   if (!update_id.empty()) {
     rank.state = Rank::kWaiting;
     rank.update_id = update_id;
+    rank.taken = true;
+    if (pipelined_ && now_ < quiet_) {
+      PollAside(index, update_id);
+      return Done(index, false);
+    }
     By(&rank, random_.Between(10 * kMillisecond, kSecond),
        [this, index, call] { Poll(index, call); });
     return;
@@ -213,7 +221,9 @@ void World::Answer(int index, const std::string& update_id,
   // What the API tells it to do: call again, with a back-off. The same request
   // where nobody has said what became of it, a new one where it was given up.
   if (reason == "VERSION_NOT_NEWER") round_version_ = 0;
-  if (++rank.tries > kTries || !rank.up || reason == "VERSION_NOT_NEWER") {
+  // IN_PLACE: that is what became of the round, as WaitVersion would say.
+  if (++rank.tries > kTries || !rank.up || reason == "VERSION_NOT_NEWER" ||
+      reason == "UPDATE_ABORTED") {
     return Done(index, false);
   }
   if (reason != "COORDINATOR_UNREACHABLE" &&
@@ -231,26 +241,42 @@ void World::Answer(int index, const std::string& update_id,
 void World::Poll(int index, int64_t call) {
   Rank& rank = ranks_[index];
   if (rank.call != call || rank.state != Rank::kWaiting) return;
-  const std::shared_ptr<Link>& link = nodes_[rank.node].link;
-  if (coordinator_ != nullptr && !impostor_ && now_ >= host_.stopped_until &&
-      link != nullptr && link->welcomed && link->coordinator_open) {
-    auto version = coordinator_->GetVersion("models/m/versions/latest",
-                                            rank.update_id, Clock());
-    if (!version.ok()) {
-      // Forgotten: newer ones have come and gone meanwhile.
-      return Done(index, checker_.Committed(rank.update_id));
-    }
-    // Committed, and no store has it any more: what comes next supersedes it.
-    if (version->state() == v1::Version::STATE_LOST) return Done(index, false);
-    if (version->state() == v1::Version::STATE_ACTIVE ||
-        version->state() == v1::Version::STATE_ABORTED) {
+  const auto active = OutcomeOf(index, rank.update_id);
+  if (active.ok()) return Done(index, *active);
+  By(&rank, 500 * kMillisecond, [this, index, call] { Poll(index, call); });
+}
+
+void World::PollAside(int index, const std::string& update_id) {
+  if (OutcomeOf(index, update_id).ok()) return;
+  By(&ranks_[index], 500 * kMillisecond,
+     [this, index, update_id] { PollAside(index, update_id); });
+}
+
+absl::StatusOr<bool> World::OutcomeOf(int index, const std::string& update_id) {
+  const std::shared_ptr<Link>& link = nodes_[ranks_[index].node].link;
+  if (coordinator_ == nullptr || impostor_ || now_ < host_.stopped_until ||
+      link == nullptr || !link->welcomed || !link->coordinator_open) {
+    return absl::UnavailableError("");
+  }
+  const auto version =
+      coordinator_->GetVersion("models/m/versions/latest", update_id, Clock());
+  // Forgotten: newer ones have come and gone meanwhile.
+  if (!version.ok()) return checker_.Committed(update_id);
+  switch (version->state()) {
+    case v1::Version::STATE_LOST:
+      // Committed, and no store has it any more: what comes next supersedes it.
+      return false;
+    case v1::Version::STATE_ACTIVE:
+    case v1::Version::STATE_ABORTED:
+    case v1::Version::STATE_SUPERSEDED: {
       bool active = version->state() == v1::Version::STATE_ACTIVE;
       if (planted_ == Planted::kTwoOutcomes && index == 1) active = !active;
-      checker_.Outcome(rank.update_id, active);
-      return Done(index, active);
+      checker_.Outcome(update_id, active);
+      return active;
     }
+    default:
+      return absl::UnavailableError("");
   }
-  By(&rank, 500 * kMillisecond, [this, index, call] { Poll(index, call); });
 }
 
 void World::Done(int index, bool active) {

@@ -37,21 +37,25 @@ void World::TraceTime() {
           << "  ";
 }
 
-void World::At(Time at, std::function<void()> what) {
-  events_.push_back({std::max(at, now_), event_number_++, std::move(what)});
+void World::PushEvent(Time at, int slot) {
+  events_.push_back({std::max(at, now_), event_number_++, slot});
   std::push_heap(events_.begin(), events_.end(), Later);
 }
 
-void World::By(Process* process, Time delay, std::function<void()> what) {
-  At(now_ + delay,
-     [this, process, life = process->life, what = std::move(what)]() mutable {
-       if (process->life != life) return;
-       if (now_ < process->stopped_until) {
-         By(process, process->stopped_until - now_, std::move(what));
-         return;
-       }
-       what();
-     });
+void World::DoNext() {
+  const int index = events_.front().slot;
+  Slot& slot = slots_[static_cast<size_t>(index)];
+  std::pop_heap(events_.begin(), events_.end(), Later);
+  events_.pop_back();
+  ++outcome_.events;
+  if (slot.process == nullptr || slot.process->life == slot.life) {
+    if (slot.process != nullptr && now_ < slot.process->stopped_until) {
+      return PushEvent(slot.process->stopped_until, index);
+    }
+    slot.task.Run();
+  }
+  slot.task.Clear();
+  free_slots_.push_back(index);
 }
 
 Time World::Delay() {
@@ -80,10 +84,17 @@ void World::Build() {
   options_.heartbeat_timeout = absl::Seconds(3);
   options_.node_reconnect_grace = absl::Seconds(2);
   options_.recovery_timeout = absl::Seconds(6);
+  options_.barrier_timeout = absl::Seconds(3);
+  options_.operation_timeout = absl::Seconds(8);
 
   named_versions_ = random_.Chance(odds_.named_versions);
   evict_stragglers_ = random_.Chance(odds_.evict_stragglers);
   request_ids_ = !random_.Chance(odds_.no_request_id);
+
+  draw_options_ = random_.Chance(odds_.options);
+  pipelined_ = random_.Chance(odds_.pipelined);
+  atomic_swap_ = random_.Chance(odds_.atomic_swap);
+  pause_on_isolation_ = random_.Chance(odds_.pause_on_isolation);
 
   nodes_.resize(3);
   for (size_t i = 0; i < nodes_.size(); ++i) {
@@ -126,16 +137,12 @@ Outcome World::Run() {
       checker_.Violation("nothing happens any more");
       break;
     }
-    std::pop_heap(events_.begin(), events_.end(), Later);
-    Event event = std::move(events_.back());
-    events_.pop_back();
-    now_ = event.at;
+    now_ = events_.front().at;
     if (now_ > give_up_) {
       SayWhatWaits();
       break;
     }
-    ++outcome_.events;
-    event.what();
+    DoNext();
   }
   outcome_.violations = checker_.violations();
   for (const std::string& violation : outcome_.violations) {
@@ -154,12 +161,43 @@ Outcome World::Run() {
 
 // ---- The job: all ranks publish, learn what came of it, and go on ----
 
+void World::DrawOptions() {
+  v1::UpdateOptions& options = round_options_;
+  options.Clear();
+  v1::CommitPolicy* commit = options.mutable_commit_policy();
+  if (draw_options_ && random_.Chance(odds_.rolling)) {
+    commit->mutable_rolling()->set_max_unavailable(
+        static_cast<int>(random_.Between(1, 2)));
+  } else if (evict_stragglers_) {
+    commit->mutable_lockstep()->set_on_straggler(
+        v1::LockstepPolicy::ON_STRAGGLER_EVICT);
+  }
+  if (!draw_options_) return;
+  if (!commit->has_rolling() && random_.Chance(odds_.stream)) {
+    options.set_update_mode(v1::UPDATE_MODE_STREAM);
+    options.set_allow_no_recovery(random_.Chance(odds_.allow_no_recovery));
+  } else if (atomic_swap_ && random_.Chance(odds_.pause_none)) {
+    options.set_pause_mode(v1::PAUSE_MODE_NONE);
+  } else {
+    options.set_pause_mode(
+        static_cast<v1::PauseMode>(random_.Below(v1::PAUSE_MODE_NONE)));
+  }
+  if (random_.Chance(odds_.in_place)) {
+    options.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+  }
+  if (random_.Chance(odds_.latest)) {
+    options.set_delivery_policy(v1::DELIVERY_POLICY_LATEST);
+  }
+}
+
 void World::Round() {
   ++round_;
+  DrawOptions();
   for (size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = ranks_[i];
     rank.state = Rank::kIdle;
     rank.active = false;
+    rank.taken = false;
     rank.tries = 0;
     rank.request_id = request_ids_ ? absl::StrCat("q", round_, ".", i) : "";
     Time delay = random_.Between(0, 50 * kMillisecond);
@@ -210,7 +248,10 @@ void World::CheckRound() {
 }
 
 bool World::Healed() const {
-  if (now_ < quiet_ || coordinator_ == nullptr || impostor_) return false;
+  if (now_ < quiet_ || coordinator_ == nullptr || impostor_ ||
+      operators_ != 0) {
+    return false;
+  }
   for (const Node& node : nodes_) {
     if (!node.up) return false;
   }
@@ -227,8 +268,7 @@ bool World::Everywhere(const std::string& update_id) const {
   for (const Engine& engine : engines_) {
     if (!engine.up || !engine.running) return false;
     for (const Worker& worker : engine.workers) {
-      if (worker.memory.kind != Memory::kInstalled ||
-          worker.memory.update_id != update_id) {
+      if (!(Served(worker) == Memory{Memory::kInstalled, update_id, 0})) {
         return false;
       }
     }

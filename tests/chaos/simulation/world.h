@@ -31,16 +31,20 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/journal_state.h"
+#include "daemon/node/away.h"
 #include "tests/chaos/simulation/checker.h"
 #include "tests/chaos/simulation/odds.h"
 #include "tests/chaos/simulation/random.h"
+#include "tests/chaos/simulation/task.h"
 
 namespace weightsync {
 namespace simulation {
 
 using Time = int64_t;
+inline constexpr Time kNever = INT64_MAX;
 inline constexpr Time kMillisecond = 1000;
 inline constexpr Time kSecond = 1000000;
 
@@ -52,8 +56,8 @@ struct Outcome {
   int aborts = 0;
   // After the last fault was over, until a new version was everywhere.
   Time recovery = 0;
-  // By name.
-  std::map<std::string, int> faults;
+  // By name, and by the state of the newest update at that moment.
+  std::map<std::string, std::map<std::string, int>> faults;
 };
 
 class World {
@@ -90,8 +94,24 @@ class World {
     Time last_heard = 0;
   };
 
+  // A worker of a node, in one of its registrations.
+  struct Member {
+    int engine = 0;
+    int worker = 0;
+    int64_t generation = 0;
+  };
+
   struct NodeUpdate {
     v1::Epoch epoch;
+    bool stream = false;
+    bool in_place = false;
+    bool snapshot = false;  // a rank's bytes are in the store
+    bool receiver = false;
+    // STREAM: who takes part.
+    std::vector<Member> members;
+    bool begun = false;
+    // IN_PLACE: calls that return when the bytes are elsewhere.
+    std::vector<std::pair<int, int64_t>> unreleased;
     std::vector<std::string> peers;
     bool prepared = false;
     bool moving = false;
@@ -123,17 +143,37 @@ class World {
     std::set<std::string> ended;
     // By model, as LayoutBook keeps them: oldest first.
     std::map<std::string, std::deque<std::string>> layouts;
+    std::set<std::string> pinned;
+    // Since when the coordinator is away; kNever: it is not.
+    Time away_since = 0;
     std::map<int, v1::RankSnapshotted> snapshots;
     // Of the loop that works on layouts and bytes, in order.
     Time last_data = 0;
     int64_t losses = 0;
   };
 
+  // As it was sent; who has it keeps it.
+  using Apply = std::shared_ptr<const v1::ApplyWorker>;
+
+  // What a worker's library does one after the other.
+  struct Job {
+    enum Kind { kApply, kStream, kEndStream };
+    Kind kind = kApply;
+    Apply apply;
+    bool complete = false;
+  };
+
   struct Worker : Process {
     int node = 0;
     Memory memory;
+    // What the engine generates with: the same, or what it was at the last
+    // resume where the worker swaps.
+    Memory served;
     bool busy = false;
-    std::deque<v1::ApplyWorker> queue;
+    std::deque<Job> queue;
+    // The update that it takes bucket by bucket, and whether it has them all.
+    std::string streaming;
+    bool streamed = false;
     // Of the stream between it and its node's daemon.
     int64_t generation = 0;
     bool open = false;
@@ -148,6 +188,8 @@ class World {
 
   struct EngineCommand {
     bool pause = false;
+    // PAUSE_MODE_NONE: it goes on.
+    bool none = false;
     std::string command_id;
     std::string update_id;
   };
@@ -174,6 +216,13 @@ class World {
     // The daemon's.
     bool accepted = false;
     bool told_paused = false;
+    v1::PauseReplicaCommand offer;
+    Apply commit;
+    std::string own_command;
+    bool isolation_hold = false;
+    bool resumed_itself = false;
+    // On the node's disk.
+    std::vector<std::string> refused;
     // kOlderWeights.
     Memory older;
   };
@@ -193,16 +242,25 @@ class World {
     Time called = 0;
     std::string update_id;
     bool active = false;
+    // Its call was answered with an update, whatever becomes of that.
+    bool taken = false;
     int tries = 0;  // in this round
   };
 
   // ---- world.cc: time, the network, the job ----
-  void At(Time at, std::function<void()> what);
-  void After(Time delay, std::function<void()> what) {
-    At(now_ + delay, std::move(what));
+  template <typename F>
+  void At(Time at, F&& what) {
+    Enter(at, nullptr, std::forward<F>(what));
+  }
+  template <typename F>
+  void After(Time delay, F&& what) {
+    Enter(now_ + delay, nullptr, std::forward<F>(what));
   }
   // Done by a process: not if it has died meanwhile, later if it stands still.
-  void By(Process* process, Time delay, std::function<void()> what);
+  template <typename F>
+  void By(Process* process, Time delay, F&& what) {
+    Enter(now_ + delay, process, std::forward<F>(what));
+  }
   absl::Time Clock() const;
   Time Delay();
   // Within one machine: from now until the next message on an ordered stream
@@ -210,6 +268,7 @@ class World {
   Time LocalDelay(Time* last);
   void Build();
   void Round();
+  void DrawOptions();
   void CheckRound();
   // Nothing is wrong with anything any more.
   bool Healed() const;
@@ -221,9 +280,8 @@ class World {
   void StartCoordinator(bool impostor);
   void CrashCoordinator(Time restart_after);
   void Execute(daemon::Actions actions);
-  void Append(const internal::v1::JournalRecord& record);
-  void Deliver(const std::shared_ptr<Link>& link,
-               const v1::NodeCommand& command);
+  void Append(internal::v1::JournalRecord record);
+  void Deliver(const std::shared_ptr<Link>& link, v1::NodeCommand command);
   void CoordinatorTick(int life);
   daemon::JournalState FoundJournal();
   // kMixedReplica, kPauseNotDone: true when it was taken care of.
@@ -243,7 +301,7 @@ class World {
   void OnPrepare(int node, const v1::PrepareUpdate& prepare);
   void TryMove(int node, const std::string& update_id);
   void OnEnd(int node, const v1::EndUpdate& end);
-  void OnApply(int node, const v1::ApplyWorker& apply);
+  void OnApply(int node, const Apply& apply);
   void Abandon(int node);
   void Evict(int node, const std::string& update_id);
   void StartNode(int node);
@@ -262,13 +320,47 @@ class World {
   void EndWorker(int engine, int worker, bool client_sees);
   void JoinWorker(int engine, int worker);
   void WorkerWork(int engine, int worker);
-  void ReportApplied(int engine, int worker, const v1::ApplyWorker& apply,
+  void ReportApplied(int engine, int worker, const Apply& apply,
                      const std::string& reason, int64_t generation);
   void ApplyRefused(const v1::ApplyWorker& apply, const std::string& reason,
                     const Memory* told);
+  const Memory& Served(const Worker& worker) const {
+    return atomic_swap_ ? worker.served : worker.memory;
+  }
   // The engine may take a step: it is looked at.
   void Serve(int engine);
   static v1::InstalledState ToProto(const Memory& memory);
+  // A node's word for a worker: its own, but WRITING while an Apply that it has
+  // not answered may be about to write.
+  static Memory Believed(const Worker& worker);
+
+  // ---- streams.cc: STREAM and IN_PLACE on nodes and workers ----
+  void BeginStream(int node, const v1::MoveUpdate& move);
+  // Whether all who take part have all; those who have gone take no part.
+  bool StreamTaken(int node, NodeUpdate* update);
+  void AbortStream(int node, const std::string& update_id);
+  void Send(int engine, int worker, int64_t generation, Job job);
+  void StreamWork(int engine, int worker, const Job& job);
+  void Release(int node, const std::string& update_id,
+               const std::string& reason);
+
+  // ---- away.cc: what a node does while the coordinator is away ----
+  void CheckAway(int node);
+  void ResumeItself(int engine, const std::string& command_id,
+                    const Memory& memory);
+  void Relay(int engine, const EngineCommand& command);
+
+  // ---- operators.cc ----
+  // `done` is told the answer, or that the coordinator could not be reached.
+  void Admin(daemon::AdminRequest call, std::function<void(bool)> done);
+  void AdminDone(int64_t request, bool ok);
+  // Until it is done.
+  void Insist(daemon::AdminRequest call, std::function<void()> done);
+  void HoldByHand();
+  void RollBack();
+  void DrainNode();
+  void DeleteVersion();
+  void Adopt();
 
   // ---- trainer.cc ----
   void StartRank(int rank);
@@ -282,11 +374,17 @@ class World {
   void Answer(int rank, const std::string& update_id,
               const std::string& reason);
   void Poll(int rank, int64_t call);
+  // Of somebody who does not wait for it to go on.
+  void PollAside(int rank, const std::string& update_id);
+  // The outcome of an update, where there is one yet.
+  absl::StatusOr<bool> OutcomeOf(int rank, const std::string& update_id);
   void Done(int rank, bool active);
 
   // ---- faults.cc ----
   void PlanFaults();
   void Inject(const std::string& kind);
+  // What a fault hits: the state of the newest update, as people call it.
+  std::string StateNow() const;
   void Stop(Process* process, Time duration);
   Time Downtime();
 
@@ -306,15 +404,41 @@ class World {
   Checker checker_;
   Outcome outcome_;
 
+  // What is to happen lies still in `tasks_`; the heap has only where.
   struct Event {
     Time at;
     int64_t number;
-    std::function<void()> what;
+    int slot;
+  };
+  struct Slot {
+    // Whose doing it is, in which of its lives; null: nobody's.
+    Process* process = nullptr;
+    int life = 0;
+    Task task;
   };
   static bool Later(const Event& a, const Event& b) {
     return a.at != b.at ? a.at > b.at : a.number > b.number;
   }
+  template <typename F>
+  void Enter(Time at, Process* process, F&& what) {
+    if (free_slots_.empty()) {
+      free_slots_.push_back(static_cast<int>(slots_.size()));
+      slots_.emplace_back();
+    }
+    const int index = free_slots_.back();
+    free_slots_.pop_back();
+    Slot& slot = slots_[static_cast<size_t>(index)];
+    slot.process = process;
+    slot.life = process == nullptr ? 0 : process->life;
+    slot.task.Set(std::forward<F>(what));
+    PushEvent(at, index);
+  }
+  void PushEvent(Time at, int slot);
+  // The next event, at its time.
+  void DoNext();
   std::vector<Event> events_;
+  std::deque<Slot> slots_;
+  std::vector<int> free_slots_;
   int64_t event_number_ = 0;
   Time now_ = 0;
   bool over_ = false;
@@ -325,6 +449,15 @@ class World {
   bool impostor_ = false;
   daemon::JournalState durable_;
   std::vector<internal::v1::JournalRecord> records_;
+  // The same of an impostor: what counts from its adoption on.
+  daemon::JournalState impostor_durable_;
+  std::vector<internal::v1::JournalRecord> impostor_records_;
+  std::map<int64_t, std::function<void(bool)>> admin_;
+  // Operators who have not taken back yet what they did.
+  int operators_ = 0;
+  std::set<std::string> held_by_hand_;
+  // An operator's calls come in order.
+  Time last_admin_ = 0;
   int64_t crash_at_action_ = -1;
   bool torn_ = false;
   bool planted_once_ = false;
@@ -339,6 +472,7 @@ class World {
   int64_t next_generation_ = 1;
   int64_t next_call_ = 1;
   int64_t next_order_ = 1;
+  int64_t next_admin_ = 1;
 
   // Faults are over from here on.
   Time quiet_ = 0;
@@ -347,6 +481,13 @@ class World {
   int64_t round_version_ = 0;
   bool named_versions_ = false;
   bool evict_stragglers_ = false;
+  bool draw_options_ = false;
+  bool pipelined_ = false;
+  bool atomic_swap_ = false;
+  bool pause_on_isolation_ = false;
+  v1::UpdateOptions round_options_;
+  // Which nodes receive under a layout, as bits.
+  std::map<std::string, unsigned> receivers_;
   bool request_ids_ = true;
   // The update that has to be everywhere by `settle_by_`.
   std::string final_update_;
