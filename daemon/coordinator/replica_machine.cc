@@ -102,6 +102,7 @@ class Stepper {
       case ReplicaEvent::kControlJoined:
         s_.control = true;
         s_.command = 0;
+        s_.answered = ReplicaState::kNothingAnswered;
         s_.fenced = false;
         s_.pause = PauseKind::kDrain;
         s_.swaps = event.swaps;
@@ -148,7 +149,16 @@ class Stepper {
         s_.fault = event.fault;
         return;
       }
-      case ReplicaEvent::kPaused:
+      case ReplicaEvent::kPaused: {
+        const bool late = event.command <= s_.answered;
+        s_.answered = std::max(s_.answered, event.command);
+        if (s_.engine == EngineState::kRunning && !late) {
+          // The hook of a pause that nobody waits for any more has ended after
+          // its node had said that the engine runs.
+          s_.engine = EngineState::kDoubtful;
+          s_.deadline = now_;
+          return;
+        }
         if (s_.engine != EngineState::kPausing || event.command != s_.command) {
           return;
         }
@@ -160,7 +170,9 @@ class Stepper {
           PauseFailed(event.fault);
         }
         return;
+      }
       case ReplicaEvent::kResumed:
+        s_.answered = std::max(s_.answered, event.command);
         if (s_.engine != EngineState::kResuming ||
             event.command != s_.command) {
           return;

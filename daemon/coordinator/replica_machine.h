@@ -9,6 +9,7 @@
 // The engine:
 //   state      on                                      to        and
 //   RUNNING    a pause is wanted                       PAUSING   send Pause
+//              Paused(an earlier command)              DOUBTFUL
 //   PAUSING    Paused(command)                         PAUSED    say kPausedNow
 //              Paused(command, fault), deadline        DOUBTFUL  say
 //              kPauseFailed no pause is wanted any more             RESUMING
@@ -160,6 +161,10 @@ struct ReplicaState {
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
+  // The newest Pause or Resume that it has answered since its control stream
+  // joined; it answers them in order. Those of earlier terms are -1.
+  static constexpr int64_t kNothingAnswered = -2;
+  int64_t answered = kNothingAnswered;
   // Numbers are never used twice.
   int64_t next_command = 1;
 
