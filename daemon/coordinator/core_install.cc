@@ -264,9 +264,11 @@ void CoordinatorCore::StartInstall(ReplicaRun* replica,
   }
   replica->installing = key;
   // What an engine came with is no version at all: it waits for one, paused.
-  // One that serves an older version goes on until the bytes are here.
+  // One that serves an older version goes on until the bytes are here; but an
+  // engine that swaps and may not have flipped to it yet must not do so now.
   if (replica->fetch_failures == 0 && replica->machine.Servable() &&
-      replica->machine.workers[0].content.kind == Content::kOwn) {
+      (replica->machine.workers[0].content.kind == Content::kOwn ||
+       replica->machine.Unflipped())) {
     HoldForInstall(replica);
   }
   TryFetch(model);

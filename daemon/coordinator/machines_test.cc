@@ -191,6 +191,32 @@ TEST_F(ReplicaMachineTest, AResumeThatAPauseOvertakesIsWaitedForByNobody) {
   EXPECT_THAT(Step(asleep), ElementsAre(R::kStillHeld, R::kSendPause));
 }
 
+// Its hook ran while the coordinator that had asked it died, or its node's
+// stream broke: the node could not say yet that it stands still.
+TEST_F(ReplicaMachineTest, AnEngineThatStandsStillUnaskedIsResumed) {
+  for (const int64_t command : {int64_t{-1}, int64_t{1}}) {
+    Step(Event(ReplicaEvent::kHold));
+    Step(Event(ReplicaEvent::kControlLeft));
+    Step(Event(ReplicaEvent::kRelease));
+    Step(Event(ReplicaEvent::kControlJoined));
+    ASSERT_EQ(state_.engine, EngineState::kRunning);
+    ASSERT_THAT(Step(Event(ReplicaEvent::kPaused, command)),
+                ElementsAre(R::kSendResume));
+    const int64_t resume = last_[0].command;
+    // What was said before that says nothing any more.
+    EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, command)), IsEmpty());
+    EXPECT_THAT(Step(Event(ReplicaEvent::kResumed, resume)),
+                ElementsAre(R::kResumedNow));
+    EXPECT_THAT(Step(Event(ReplicaEvent::kPaused, command)), IsEmpty());
+    EXPECT_EQ(state_.engine, EngineState::kRunning);
+  }
+}
+
+TEST_F(ReplicaMachineTest, AnEngineWhoseLatePauseFailedIsResumedToo) {
+  EXPECT_THAT(Step(Failed(Event(ReplicaEvent::kPaused, -1))),
+              ElementsAre(R::kSendResume));
+}
+
 TEST_F(ReplicaMachineTest, AnotherHolderKeepsItPaused) {
   Step(Event(ReplicaEvent::kHold));
   const int64_t pause = last_[0].command;

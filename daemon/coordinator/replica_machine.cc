@@ -66,6 +66,10 @@ UpdateKey ReplicaState::WantedPauseFor() const {
   return holders.empty() ? target : holders[0].update;
 }
 
+bool ReplicaState::Unflipped() const {
+  return swaps && !flipped && workers[0].content.kind == Content::kInstalled;
+}
+
 bool ReplicaState::PausedForAll() const {
   return control && engine == EngineState::kPaused &&
          (holders.empty() || paused_for == WantedPauseFor()) &&
@@ -102,6 +106,7 @@ class Stepper {
       case ReplicaEvent::kControlJoined:
         s_.control = true;
         s_.command = 0;
+        s_.answered = ReplicaState::kNothingAnswered;
         s_.fenced = false;
         s_.pause = PauseKind::kDrain;
         s_.swaps = event.swaps;
@@ -120,7 +125,7 @@ class Stepper {
           s_.engine = EngineState::kRunning;
           // The answer was lost with the stream. One that swaps has never stood
           // still: the command itself may be lost, and is given again.
-          if (resumed && !Unflipped()) Say(ReplicaAction::kResumedNow);
+          if (resumed && !s_.Unflipped()) Say(ReplicaAction::kResumedNow);
         }
         return;
       case ReplicaEvent::kControlLeft:
@@ -148,7 +153,16 @@ class Stepper {
         s_.fault = event.fault;
         return;
       }
-      case ReplicaEvent::kPaused:
+      case ReplicaEvent::kPaused: {
+        const bool late = event.command <= s_.answered;
+        s_.answered = std::max(s_.answered, event.command);
+        if (s_.engine == EngineState::kRunning && !late) {
+          // The hook of a pause that nobody waits for any more has ended after
+          // its node had said that the engine runs.
+          s_.engine = EngineState::kDoubtful;
+          s_.deadline = now_;
+          return;
+        }
         if (s_.engine != EngineState::kPausing || event.command != s_.command) {
           return;
         }
@@ -160,7 +174,9 @@ class Stepper {
           PauseFailed(event.fault);
         }
         return;
+      }
       case ReplicaEvent::kResumed:
+        s_.answered = std::max(s_.answered, event.command);
         if (s_.engine != EngineState::kResuming ||
             event.command != s_.command) {
           return;
@@ -241,12 +257,6 @@ class Stepper {
         Tick();
         return;
     }
-  }
-
-  // It may still generate with what it had before.
-  bool Unflipped() const {
-    return s_.swaps && !s_.flipped &&
-           s_.workers[0].content.kind == Content::kInstalled;
   }
 
   void SetContent(ReplicaWorker* worker, const WorkerContent& content) {
@@ -430,7 +440,7 @@ class Stepper {
       }
       return;
     }
-    if ((s_.engine == EngineState::kRunning && !Unflipped()) ||
+    if ((s_.engine == EngineState::kRunning && !s_.Unflipped()) ||
         s_.engine == EngineState::kResuming ||
         (s_.engine == EngineState::kUnresumed && now_ < s_.deadline)) {
       return;

@@ -9,6 +9,7 @@
 // The engine:
 //   state      on                                  to         and
 //   RUNNING    a pause is wanted                   PAUSING    send Pause
+//              Paused(an earlier command)          DOUBTFUL
 //   PAUSING    Paused(command)                     PAUSED     say kPausedNow
 //              Paused(fault), deadline             DOUBTFUL   say kPauseFailed
 //              no pause is wanted any more         RESUMING   send Resume
@@ -159,6 +160,10 @@ struct ReplicaState {
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
+  // The newest Pause or Resume that it has answered since its control stream
+  // joined; it answers them in order. Those of earlier terms are -1.
+  static constexpr int64_t kNothingAnswered = -2;
+  int64_t answered = kNothingAnswered;
   // Numbers are never used twice.
   int64_t next_command = 1;
 
@@ -180,6 +185,8 @@ struct ReplicaState {
   bool HeldBy(const Holder& holder) const;
   // Paused as its holders want it: nobody of theirs finds it generating.
   bool PausedForAll() const;
+  // It swaps, and may still generate with what it had before.
+  bool Unflipped() const;
   // How its holders want it paused now, and for which update.
   PauseKind WantedPause() const;
   UpdateKey WantedPauseFor() const;
