@@ -158,7 +158,10 @@ void Checker::Serves(const std::string& replica,
   int& before = served_[replica];
   const bool rolled_back =
       !rolled_back_to_.empty() && order >= commits_[rolled_back_to_];
-  if (order < before && !rolled_back) {
+  const auto told = resumed_to_.find(replica);
+  const bool under_way =
+      told != resumed_to_.end() && told->second == workers[0].update_id;
+  if (order < before && !rolled_back && !under_way) {
     Violation(absl::StrCat(replica, " generates with ", Describe(workers[0]),
                            ", older than what it served before"));
   }
@@ -174,6 +177,15 @@ void Checker::Writes(const std::string& replica, int worker, bool engine_runs,
   if (!Committed(update_id) && streamed_.count(update_id) == 0) {
     Violation(absl::StrCat("worker ", worker, " of ", replica, " writes ",
                            update_id, ", which is not committed"));
+  }
+}
+
+void Checker::ToldResume(const std::string& replica,
+                         const std::string& update_id) {
+  resumed_to_.erase(replica);
+  if (!rolled_back_to_.empty() && Committed(update_id) &&
+      commits_[update_id] >= commits_[rolled_back_to_]) {
+    resumed_to_[replica] = update_id;
   }
 }
 

@@ -241,6 +241,10 @@ void World::Execute(daemon::Actions actions) {
       auto link = links_.find(send->node_stream);
       if (link == links_.end()) continue;
       if (planted_ != Planted::kNone && Forge(*send)) continue;
+      if (send->command.has_resume_replica()) {
+        const v1::ResumeReplicaCommand& resume = send->command.resume_replica();
+        checker_.ToldResume(resume.replica(), resume.resume().update_id());
+      }
       Deliver(link->second, std::move(send->command));
     } else if (const auto* done = absl::get_if<daemon::AdminDone>(&action)) {
       AdminDone(done->request, done->failure.code() == 0);
