@@ -392,11 +392,13 @@ class Run:
             trial.stuck = f"JOURNAL_LOST was not shown, or not adopted: {self.diagnose()}"
         if not self.cluster.run_until(scenario.stands, BOUND):
             trial.stuck = f"{scenario.describe()}: {scenario.last}; {self.diagnose()}"
+        if scenario.void:
+            # A call that failed may have placed its hold before.
+            self._take_back(trial)
         ok, trial.recovery = self.recover(BOUND, version if fault.republish else None)
         trial.violations += self._found
-        if ok and scenario.begun:
-            if not self.cluster.run_until(scenario.taken_back, BOUND):
-                trial.stuck = f"{scenario.describe()}, still: {scenario.last}; {self.diagnose()}"
+        if ok and scenario.begun and not scenario.void:
+            self._take_back(trial)
             ok, again = self.recover(BOUND)
             trial.violations += self._found
             trial.recovery = max(trial.recovery, again)
@@ -405,6 +407,12 @@ class Run:
         scenario.finish()
         trial.violations += self.judge()
         self.scenario, self.mend = operators.Nothing(self), lambda: None
+
+    def _take_back(self, trial):
+        if not self.cluster.run_until(self.scenario.taken_back, BOUND):
+            trial.stuck = (
+                f"{self.scenario.describe()}, still: {self.scenario.last}; {self.diagnose()}"
+            )
 
     # ---- what is kept ----
 
