@@ -11,7 +11,9 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "daemon/node/node_journal.h"
 #include "daemon/service/admin_service.h"
@@ -45,6 +47,8 @@ namespace {
 constexpr int kMaxMessageBytes = 256 << 20;
 
 constexpr char kClusterFile[] = "/cluster_id";
+// The highest term that was followed, with the cluster that it is of.
+constexpr char kTermFile[] = "/newest_term";
 
 absl::Status Invalid(absl::string_view reason, absl::string_view message) {
   return ErrorStatus(absl::StatusCode::kInvalidArgument, reason, message);
@@ -116,6 +120,7 @@ class DaemonImpl final : public Daemon {
   Addresses addresses_;
   std::vector<HostPort> listen_;
   std::string cluster_id_;
+  int64_t newest_term_ = 0;
   bool shut_down_ = false;
   bool ready_written_ = false;
 
@@ -227,6 +232,15 @@ absl::Status DaemonImpl::TakePlaces() {
       ReadSmallFile(options_.state_dir + kClusterFile);
   if (!cluster.ok()) return cluster.status();
   cluster_id_ = std::string(absl::StripAsciiWhitespace(*cluster));
+  absl::StatusOr<std::string> term =
+      ReadSmallFile(options_.state_dir + kTermFile);
+  if (!term.ok()) return term.status();
+  const std::vector<std::string> words =
+      absl::StrSplit(absl::StripAsciiWhitespace(*term), ' ');
+  if (words.size() == 2 && words[0] == cluster_id_ &&
+      !absl::SimpleAtoi(words[1], &newest_term_)) {
+    newest_term_ = 0;
+  }
   absl::StatusOr<std::unique_ptr<NodeJournal>> journal =
       NodeJournal::Open(options_.state_dir);
   if (!journal.ok()) return journal.status();
@@ -298,6 +312,7 @@ absl::Status DaemonImpl::StartCoordinator() {
   parts.journal = journal_.get();
   parts.coordinator = access_.name;
   parts.cluster_id = cluster_id_;
+  if (coordinator_ == nullptr) parts.newest_term = newest_term_;
   parts.welcomed = [this](const v1::Welcome& welcome) {
     return Welcomed(welcome);
   };
@@ -309,11 +324,24 @@ absl::Status DaemonImpl::Welcomed(const v1::Welcome& welcome) {
   endpoint_->RaiseTerm(welcome.term());
   // Another one than before where the coordinator has adopted it.
   endpoint_->SetClusterId(welcome.cluster_id());
-  if (coordinator_ != nullptr || welcome.cluster_id() == cluster_id_)
-    return absl::OkStatus();
-  cluster_id_ = welcome.cluster_id();
-  return WriteFileAtomically(options_.state_dir + kClusterFile,
-                             cluster_id_ + "\n");
+  // The journal beside it knows both.
+  if (coordinator_ != nullptr) return absl::OkStatus();
+  if (welcome.cluster_id() != cluster_id_) {
+    const absl::Status status = WriteFileAtomically(
+        options_.state_dir + kClusterFile, welcome.cluster_id() + "\n");
+    if (!status.ok()) return status;
+    cluster_id_ = welcome.cluster_id();
+    newest_term_ = 0;
+  }
+  if (welcome.term() <= newest_term_) return absl::OkStatus();
+  // On the disk before it says what it holds: a daemon that is started again
+  // must not follow a coordinator that was replaced and still runs, which would
+  // resume replicas that its successor has half updated.
+  const absl::Status status =
+      WriteFileAtomically(options_.state_dir + kTermFile,
+                          absl::StrCat(cluster_id_, " ", welcome.term(), "\n"));
+  if (status.ok()) newest_term_ = welcome.term();
+  return status;
 }
 
 absl::Status DaemonImpl::StartServer() {

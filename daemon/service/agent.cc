@@ -91,6 +91,7 @@ Agent::Agent(const Options& options, Parts parts)
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
+      newest_term_(parts_.newest_term),
       last_check_(absl::Now()) {
   mover_.SetSink(replicas_.stream_sink());
   trainers_.OnArenaGone([this](const std::string& arena_id) {
@@ -160,10 +161,10 @@ v1::MemoryUse Agent::MemoryUse() {
   return use;
 }
 
-void Agent::OnWelcome(const v1::Welcome& welcome) {
+absl::Status Agent::OnWelcome(const v1::Welcome& welcome) {
   ++losses_;
   const absl::Status status = parts_.welcomed(welcome);
-  LOG_IF(ERROR, !status.ok()) << status;
+  if (!status.ok()) return status;
   cluster_id_ = welcome.cluster_id();
   mover_.SetClusterId(cluster_id_);
   if (welcome.term() > newest_term_) {
@@ -187,6 +188,7 @@ void Agent::OnWelcome(const v1::Welcome& welcome) {
     *report.mutable_rank_snapshotted() = snapshot.second;
     link_.Report(std::move(report));
   }
+  return absl::OkStatus();
 }
 
 void Agent::MoverReport(v1::NodeReport report) {

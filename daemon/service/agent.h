@@ -46,6 +46,9 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
     std::string coordinator;
     // Of the cluster that this node belonged to before; empty: none.
     std::string cluster_id;
+    // The highest term of its coordinators that it has followed; 0: none. A
+    // coordinator of an older one finds out from our Hello that it is over.
+    int64_t newest_term = 0;
     // Called on the agent's loop when the coordinator has welcomed the node. An
     // error ends the stream, and another attempt is made later.
     std::function<absl::Status(const v1::Welcome&)> welcomed;
@@ -78,7 +81,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // NodeLink::Handler, on the loop.
   v1::Hello MakeHello() override;
   v1::NodeHeartbeat MakeHeartbeat() override;
-  void OnWelcome(const v1::Welcome& welcome) override;
+  absl::Status OnWelcome(const v1::Welcome& welcome) override;
   void OnCommand(v1::NodeCommand command) override;
   void OnLost(const absl::Status& why) override;
 

@@ -107,7 +107,12 @@ void NodeLink::OnMessage(uint64_t attempt, v1::NodeCommand command) {
       }
       welcomed_ = true;
       backoff_ = options_.first_backoff;
-      handler_->OnWelcome(welcome);
+      const absl::Status status = handler_->OnWelcome(welcome);
+      if (!status.ok()) {
+        LOG(ERROR) << "cannot follow the coordinator now: " << status;
+        stream_->Cancel();
+        return;
+      }
       v1::NodeReport done;
       done.mutable_hello_done();
       Report(std::move(done));

@@ -39,8 +39,9 @@ class NodeLink {
     virtual ~Handler() = default;
     virtual v1::Hello MakeHello() = 0;
     virtual v1::NodeHeartbeat MakeHeartbeat() = 0;
-    // Report what the node holds; HelloDone follows by itself.
-    virtual void OnWelcome(const v1::Welcome& welcome) = 0;
+    // Report what the node holds; HelloDone follows by itself. After an error
+    // nothing was reported: the stream ends, and another attempt is made later.
+    virtual absl::Status OnWelcome(const v1::Welcome& welcome) = 0;
     virtual void OnCommand(v1::NodeCommand command) = 0;
     // It was up and is not any more.
     virtual void OnLost(const absl::Status& why) = 0;

@@ -562,6 +562,30 @@ TEST_F(NodeModesTest, PastTheCommitAnOperatorsHoldStays) {
   EXPECT_EQ(engine_->resumes()[0].version, 1);
 }
 
+// Found by tests/model: a daemon that was started again followed a coordinator
+// which had been replaced and still ran, for it did not remember the newer
+// term.
+TEST_F(NodeModesTest, TheNewestTermOutlivesTheDaemon) {
+  StartDaemon();
+  const auto term_of = [](const v1::NodeReport& r) {
+    return r.hello().newest_term();
+  };
+  const auto is_hello = [](const v1::NodeReport& r) { return r.has_hello(); };
+  EXPECT_EQ(term_of(coordinator_.WaitFor("a", is_hello)), 0);
+  coordinator_.Leave();
+  coordinator_.Return();
+  EXPECT_EQ(term_of(coordinator_.WaitFor("a", is_hello)), 1);
+  ASSERT_EQ(coordinator_.term(), 2);
+  coordinator_.WaitFor(
+      "a", [](const v1::NodeReport& r) { return r.has_hello_done(); });
+  coordinator_.WaitFor(
+      "a", [](const v1::NodeReport& r) { return r.has_hello_done(); });
+  daemon_->Shutdown();
+  daemon_ = nullptr;
+  StartDaemon();
+  EXPECT_EQ(term_of(coordinator_.WaitFor("a", is_hello)), 2);
+}
+
 TEST_F(NodeModesTest, AnIsolatedReplicaIsPausedWhereItWasToldSo) {
   StartDaemon([](daemon::Options* options) {
     options->pause_on_isolation = true;
