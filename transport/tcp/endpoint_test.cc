@@ -138,11 +138,11 @@ TEST_F(EndpointTest, AClusterThatIsAdoptedTakesTheOldOnesPlace) {
   }
   GroupSpec adopted = spec_;
   adopted.cluster_id = "adopted";
-  EXPECT_EQ(ErrorReason(endpoint_->NewGroup(adopted, GroupOptions()).status()),
+  EXPECT_EQ(ReasonOf(endpoint_->NewGroup(adopted, GroupOptions()).status()),
             "WRONG_CLUSTER");
   endpoint_->SetClusterId("adopted");
   EXPECT_TRUE(endpoint_->NewGroup(adopted, GroupOptions()).ok());
-  EXPECT_EQ(ErrorReason(endpoint_->NewGroup(spec_, GroupOptions()).status()),
+  EXPECT_EQ(ReasonOf(endpoint_->NewGroup(spec_, GroupOptions()).status()),
             "WRONG_CLUSTER");
 }
 
