@@ -76,16 +76,17 @@ absl::StatusOr<PolicyPlan> PlanPolicy(Policy policy, const PlanCluster& cluster,
 // failures.
 inline constexpr double kWorthChanging = 1.05;
 
-// Under kAuto: how many arrivals (see ArrivalCount) a plan may have for policies
-// to be weighed that cannot win, for people to see what they would take. It
-// takes milliseconds.
+// Under kAuto: how many arrivals (see ArrivalCount) a plan may have for
+// policies to be weighed that cannot win, for people to see what they would
+// take. It takes milliseconds.
 inline constexpr int64_t kWeighedForPeople = 1 << 14;
 
 // The same for the cheapest when kAuto is asked for; see kWorthChanging. Under
 // kAuto policies that cannot be had are left out, and those that could not win
 // if they reached the transfer's lower bound are only bounded, not planned,
-// where there are more than `weigh_up_to` arrivals. PLAN_TOO_LARGE of SHARDED is
-// an error under kAuto, too: the others would not be chosen for their merits.
+// where there are more than `weigh_up_to` arrivals. PLAN_TOO_LARGE of SHARDED
+// is an error under kAuto, too: the others would not be chosen for their
+// merits.
 absl::StatusOr<ChosenPlan> ChoosePlan(Policy policy, const PlanCluster& cluster,
                                       const UpdateLayout& layout,
                                       const Rates& rates,

@@ -230,10 +230,10 @@ TEST(ChoosePlanTest, TheCostOfEveryPolicyIsThatOfTheSimulation) {
     EXPECT_EQ(plan->cost.gather_seconds > 0, policy != Policy::kSharded);
     EXPECT_LE(plan->cost.gather_seconds, plan->cost.transfer_seconds);
     // Copies out run beside; the pause follows.
-    EXPECT_DOUBLE_EQ(plan->cost.total_seconds,
-                     std::max(plan->cost.snapshot_seconds,
-                              plan->cost.transfer_seconds) +
-                         rates.control_latency + plan->cost.pause_seconds);
+    EXPECT_DOUBLE_EQ(
+        plan->cost.total_seconds,
+        std::max(plan->cost.snapshot_seconds, plan->cost.transfer_seconds) +
+            rates.control_latency + plan->cost.pause_seconds);
     if (plan->flows.gather.empty()) continue;
     const auto gathered =
         SimulateTransfer(plan->flows.gather, planned.cluster.nodes, rates);

@@ -102,8 +102,8 @@ PlanReport ReportPlan(const Catalog& catalog, const PlanCluster& cluster,
                       ChosenPlan chosen);
 
 // Errors: those of CheckConfig, SchedulePaired, TrainerLists, BuildLayout and
-// the routes; INVALID_COUNT for a worker that there is not; BYTES_OVERFLOW where
-// the bytes that nodes take in are more than an int64 counts; and
+// the routes; INVALID_COUNT for a worker that there is not; BYTES_OVERFLOW
+// where the bytes that nodes take in are more than an int64 counts; and
 // RESOURCE_EXHAUSTED PLAN_TOO_LARGE, before the work is done, for what would
 // take minutes or tens of gigabytes.
 absl::StatusOr<PlanReport> DescribePlan(const PlanRequest& request);

@@ -257,10 +257,10 @@ absl::StatusOr<UpdateLayout> BuildFromGroups(const Catalog& catalog,
                                              const NeedGroups& groups,
                                              int64_t bucket_bytes) {
   if (bucket_bytes < kMinBucketBytes || bucket_bytes > kMaxBucketBytes) {
-    return InvalidPlan(kInvalidBucketBytes,
-                       absl::StrCat("bucket_bytes is ", bucket_bytes,
-                                    "; it must be between ", kMinBucketBytes,
-                                    " and ", kMaxBucketBytes));
+    return InvalidPlan(
+        kInvalidBucketBytes,
+        absl::StrCat("bucket_bytes is ", bucket_bytes, "; it must be between ",
+                     kMinBucketBytes, " and ", kMaxBucketBytes));
   }
   if (catalog.total_bytes() / bucket_bytes > kMaxPieces) {
     return TooManyPieces(catalog.total_bytes() / bucket_bytes, bucket_bytes);

@@ -220,7 +220,8 @@ absl::StatusOr<PolicyFlows> RouteBroadcast(
   PolicyFlows result;
   int64_t hops = 0;
   for (const auto& entry : moved) {
-    hops += static_cast<int64_t>(layout.classes[entry.second.need_class].size());
+    hops +=
+        static_cast<int64_t>(layout.classes[entry.second.need_class].size());
   }
   const absl::Status ok = CheckHops(hops);
   if (!ok.ok()) return ok;

@@ -41,8 +41,8 @@ inline constexpr int64_t kMaxArrivals = int64_t{1} << 23;
 // One flow per (sender's node, receiving node), without chains. A bucket that
 // several workers of a node need comes from the one of their senders that has
 // the least to send there. `gather`: senders hold shards only; without it each
-// is taken to hold all that it sends. INVALID_TOPOLOGY and PLAN_TOO_LARGE as for
-// RouteFlows.
+// is taken to hold all that it sends. INVALID_TOPOLOGY and PLAN_TOO_LARGE as
+// for RouteFlows.
 absl::StatusOr<PolicyFlows> RoutePaired(const UpdateLayout& layout,
                                         absl::Span<const NodeLabels> nodes,
                                         absl::Span<const PairedRoute> routes,

@@ -26,9 +26,7 @@ class TakenWaves {
  public:
   // All waves before this one.
   size_t full() const { return full_; }
-  bool Has(size_t wave) const {
-    return wave < full_ || beyond_.contains(wave);
-  }
+  bool Has(size_t wave) const { return wave < full_ || beyond_.contains(wave); }
   void Take(size_t wave) {
     if (wave != full_) {
       beyond_.insert(wave);

@@ -233,8 +233,9 @@ absl::StatusOr<Catalog> CatalogFromSafetensors(
     }
     return Bad(absl::StrCat(
         files[i].name, ": ",
-        files[i].data_bytes < data_bytes[i] ? "it is cut short" : "it is too "
-                                                                  "long",
+        files[i].data_bytes < data_bytes[i] ? "it is cut short"
+                                            : "it is too "
+                                              "long",
         ": its tensors take ", data_bytes[i], " bytes, and it has ",
         files[i].data_bytes, " behind its header"));
   }

@@ -58,11 +58,11 @@ struct SafetensorsFile {
 
 // One catalog of all files of a checkpoint, in order of the files and of their
 // data. Tensors without elements are left out: there is nothing to send.
-// Sentences begin with the file's name. The errors of ParseSafetensorsHeader and
-// Catalog::Create, DUPLICATE_PARAMETER for a tensor of two files, and
-// INVALID_SAFETENSORS where the index (which may be null) and the files disagree
-// about a tensor, where a file has fewer or more bytes than its header says, or
-// where there is no tensor at all.
+// Sentences begin with the file's name. The errors of ParseSafetensorsHeader
+// and Catalog::Create, DUPLICATE_PARAMETER for a tensor of two files, and
+// INVALID_SAFETENSORS where the index (which may be null) and the files
+// disagree about a tensor, where a file has fewer or more bytes than its header
+// says, or where there is no tensor at all.
 absl::StatusOr<Catalog> CatalogFromSafetensors(
     absl::Span<const SafetensorsFile> files,
     const SafetensorsIndex* index = nullptr);

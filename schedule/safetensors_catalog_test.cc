@@ -121,9 +121,9 @@ TEST(SafetensorsTest, AFileOfAnotherLengthThanItsHeaderSays) {
     const absl::Status status =
         CatalogFromSafetensors({SafetensorsFile{"a", kW, bytes}}).status();
     EXPECT_EQ(ReasonOf(status), "INVALID_SAFETENSORS") << bytes;
-    EXPECT_THAT(std::string(status.message()),
-                StartsWith(bytes < 8 ? "a: it is cut short"
-                                     : "a: it is too long"));
+    EXPECT_THAT(
+        std::string(status.message()),
+        StartsWith(bytes < 8 ? "a: it is cut short" : "a: it is too long"));
   }
   EXPECT_TRUE(CatalogFromSafetensors({SafetensorsFile{"a", kW, 8}}).ok());
 }

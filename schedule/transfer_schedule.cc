@@ -17,10 +17,10 @@ constexpr int64_t kMaxListed = int64_t{1} << 22;
 
 absl::Status CheckCount(absl::string_view option, int64_t value) {
   if (value >= 1 && value <= kMaxCount) return absl::OkStatus();
-  return InvalidPlan(kInvalidCount,
-                     absl::StrCat(option, " is ", value,
-                                  value == 0 ? " or missing" : "",
-                                  "; it must be between 1 and ", kMaxCount));
+  return InvalidPlan(
+      kInvalidCount,
+      absl::StrCat(option, " is ", value, value == 0 ? " or missing" : "",
+                   "; it must be between 1 and ", kMaxCount));
 }
 
 }  // namespace

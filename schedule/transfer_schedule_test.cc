@@ -140,9 +140,10 @@ TEST(ConfigTest, PortsAreCountedOnlyWhereTheyAreUsed) {
     EXPECT_EQ(ReasonOf(CheckConfig(config, policy).status()), "PORT_OVERFLOW");
   }
   // What is no port is none under any policy.
-  EXPECT_EQ(ReasonOf(CheckConfig(Config("dp", 1, 1, 1, 65536), Policy::kSharded)
-                         .status()),
-            "PORT_OVERFLOW");
+  EXPECT_EQ(
+      ReasonOf(
+          CheckConfig(Config("dp", 1, 1, 1, 65536), Policy::kSharded).status()),
+      "PORT_OVERFLOW");
 }
 
 TEST(ConfigTest, BucketSizeHasTwoNames) {

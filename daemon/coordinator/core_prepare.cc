@@ -50,8 +50,8 @@ Actions CoordinatorCore::OnPrepareRequest(absl::Time now, int64_t request,
   }
   const KnownLayout& known = **layout;
   // The groups that the next update will want.
-  const auto plan = PlanLayout(known, PolicyFromProto(NextPolicy(*model)),
-                               rates_.rates());
+  const auto plan =
+      PlanLayout(known, PolicyFromProto(NextPolicy(*model)), rates_.rates());
   if (!plan.ok()) {
     return refuse(Fault(plan.status().code(), ErrorReason(plan.status()),
                         std::string(plan.status().message())));

@@ -341,11 +341,9 @@ TEST_F(PlanTest, AModelThatCannotBePublishedHasNoPlan) {
   bare.AddRank(0, 2, "n0");
   v1::PlanRequest request;
   request.set_model(kModel);
-  EXPECT_EQ(ErrorReason(PlanAt(bare, request).status()),
-            "WORLD_INCOMPLETE");
+  EXPECT_EQ(ErrorReason(PlanAt(bare, request).status()), "WORLD_INCOMPLETE");
   bare.AddRank(1, 2, "n0");
-  EXPECT_EQ(ErrorReason(PlanAt(bare, request).status()),
-            "NO_WORKERS");
+  EXPECT_EQ(ErrorReason(PlanAt(bare, request).status()), "NO_WORKERS");
 }
 
 // ---- Rates ----

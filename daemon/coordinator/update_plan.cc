@@ -229,9 +229,8 @@ std::map<std::string, absl::Duration> PredictPhases(
   std::map<std::string, absl::Duration> phases;
   const double round = book.rates().control_latency;
   phases["snapshot"] = absl::Seconds(cost.snapshot_seconds);
-  phases["transfer"] =
-      absl::Seconds(std::max(cost.snapshot_seconds, cost.transfer_seconds) +
-                    round);
+  phases["transfer"] = absl::Seconds(
+      std::max(cost.snapshot_seconds, cost.transfer_seconds) + round);
   phases["apply"] = absl::Seconds(cost.apply_seconds + round);
   for (const char* phase : {"prepare", "pause", "commit", "resume"}) {
     phases[phase] = book.Round(model, phase);

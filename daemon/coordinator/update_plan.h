@@ -15,8 +15,8 @@
 #include "daemon/coordinator/known_layout.h"
 #include "schedule/choose.h"
 #include "schedule/describe.h"
-#include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/admin.pb.h"
+#include "weightsync/v1/node.pb.h"
 
 namespace weightsync {
 namespace daemon {
