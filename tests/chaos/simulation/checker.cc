@@ -158,12 +158,15 @@ void Checker::Serves(const std::string& replica,
   int& before = served_[replica];
   const bool rolled_back =
       !rolled_back_to_.empty() && order >= commits_[rolled_back_to_];
-  const auto told = resumed_to_.find(replica);
-  const bool under_way =
-      told != resumed_to_.end() && told->second == workers[0].update_id;
-  if (order < before && !rolled_back && !under_way) {
+  const auto back = taken_back_.find(replica);
+  const bool taken_back =
+      back != taken_back_.end() && back->second == workers[0].update_id;
+  if (order < before && !rolled_back && !taken_back) {
     Violation(absl::StrCat(replica, " generates with ", Describe(workers[0]),
                            ", older than what it served before"));
+  }
+  if (back != taken_back_.end() && order > commits_[back->second]) {
+    taken_back_.erase(back);
   }
   before = order;
 }
@@ -180,12 +183,11 @@ void Checker::Writes(const std::string& replica, int worker, bool engine_runs,
   }
 }
 
-void Checker::ToldResume(const std::string& replica,
-                         const std::string& update_id) {
-  resumed_to_.erase(replica);
+void Checker::TakenBack(const std::string& replica,
+                        const std::string& update_id) {
   if (!rolled_back_to_.empty() && Committed(update_id) &&
       commits_[update_id] >= commits_[rolled_back_to_]) {
-    resumed_to_[replica] = update_id;
+    taken_back_[replica] = update_id;
   }
 }
 

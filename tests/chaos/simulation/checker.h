@@ -64,8 +64,8 @@ class Checker {
   // ---- What nodes and trainers are told ----
 
   void ToldEnd(const std::string& update_id, bool committed);
-  // A Resume is on its way to the engine.
-  void ToldResume(const std::string& replica, const std::string& update_id);
+  // An Apply or a Resume is on its way to the replica.
+  void TakenBack(const std::string& replica, const std::string& update_id);
   // WaitVersion's answer to somebody.
   void Outcome(const std::string& update_id, bool active);
   // PublishVersion's answer: taken, or the reason why not.
@@ -89,9 +89,9 @@ class Checker {
   std::set<std::string> streamed_;
   // The update that a rollback holds; empty: none does.
   std::string rolled_back_to_;
-  // What each replica was last told to go on with, where that was under a
-  // rollback: it may do so a moment after the release.
-  std::map<std::string, std::string> resumed_to_;
+  // What each replica was given under a rollback. It may serve that until it
+  // has something newer: the release comes before the bytes.
+  std::map<std::string, std::string> taken_back_;
   bool adopted_ = false;
   std::map<std::string, int64_t> floors_;
   std::map<std::string, bool> aborted_floor_;

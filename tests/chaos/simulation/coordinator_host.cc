@@ -243,7 +243,10 @@ void World::Execute(daemon::Actions actions) {
       if (planted_ != Planted::kNone && Forge(*send)) continue;
       if (send->command.has_resume_replica()) {
         const v1::ResumeReplicaCommand& resume = send->command.resume_replica();
-        checker_.ToldResume(resume.replica(), resume.resume().update_id());
+        checker_.TakenBack(resume.replica(), resume.resume().update_id());
+      } else if (send->command.has_apply_worker()) {
+        const v1::ApplyWorker& apply = send->command.apply_worker();
+        checker_.TakenBack(apply.replica(), apply.update_id());
       }
       Deliver(link->second, std::move(send->command));
     } else if (const auto* done = absl::get_if<daemon::AdminDone>(&action)) {
