@@ -206,16 +206,11 @@ void World::Append(JournalRecord record) {
 }
 
 void World::Execute(daemon::Actions actions) {
-  if (planted_ == Planted::kCommitAfterTelling ||
-      planted_ == Planted::kStreamAfterTelling) {
+  if (planted_ == Planted::kCommitAfterTelling) {
     // Behind everything that is told in the same breath.
     for (size_t i = 0; i + 1 < actions.size(); ++i) {
       const auto* append = absl::get_if<daemon::JournalAppend>(&actions[i]);
-      if (append == nullptr || !(planted_ == Planted::kCommitAfterTelling
-                                     ? append->record.has_update_committed()
-                                     : append->record.has_stream_begun())) {
-        continue;
-      }
+      if (append == nullptr || !append->record.has_update_committed()) continue;
       std::rotate(actions.begin() + static_cast<std::ptrdiff_t>(i),
                   actions.begin() + static_cast<std::ptrdiff_t>(i) + 1,
                   actions.end());

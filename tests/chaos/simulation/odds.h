@@ -33,8 +33,6 @@ enum class Planted {
   kHoldForgotten,
   // The end of a rollback is missing from it.
   kReleaseForgotten,
-  // The record that a STREAM begins reaches the disk after those who write.
-  kStreamAfterTelling,
 };
 
 struct Odds {
