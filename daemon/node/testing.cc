@@ -391,6 +391,8 @@ void TestNode::OnUpdateEvicted(const std::string&,
 
 // ---- TestSink ----
 
+TestSink::~TestSink() { node_->mover().Shutdown(); }
+
 TestSink::TestSink(TestNode* node, const v1::DefineLayout& define)
     : node_(node), define_(define) {
   for (int w = 0; w < define.workers_size(); ++w) {

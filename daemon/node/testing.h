@@ -177,6 +177,8 @@ class TestSink : public StreamSink {
   // Worker w of the layout is StreamWorker{replica = "w"}; those of `node` take
   // part.
   TestSink(TestNode* node, const v1::DefineLayout& define);
+  // Ends the node's updates first: they call it.
+  ~TestSink() override;
 
   // While held, nobody takes anything.
   void Hold(bool hold);

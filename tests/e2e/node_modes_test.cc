@@ -571,15 +571,16 @@ TEST_F(NodeModesTest, TheNewestTermOutlivesTheDaemon) {
     return r.hello().newest_term();
   };
   const auto is_hello = [](const v1::NodeReport& r) { return r.has_hello(); };
+  const auto is_done = [](const v1::NodeReport& r) {
+    return r.has_hello_done();
+  };
   EXPECT_EQ(term_of(coordinator_.WaitFor("a", is_hello)), 0);
+  coordinator_.WaitFor("a", is_done);
   coordinator_.Leave();
   coordinator_.Return();
   EXPECT_EQ(term_of(coordinator_.WaitFor("a", is_hello)), 1);
   ASSERT_EQ(coordinator_.term(), 2);
-  coordinator_.WaitFor(
-      "a", [](const v1::NodeReport& r) { return r.has_hello_done(); });
-  coordinator_.WaitFor(
-      "a", [](const v1::NodeReport& r) { return r.has_hello_done(); });
+  coordinator_.WaitFor("a", is_done);
   daemon_->Shutdown();
   daemon_ = nullptr;
   StartDaemon();
