@@ -476,7 +476,19 @@ void CoordinatorCore::SendPrepare(ModelRun* model, UpdateRun* update,
 
 void CoordinatorCore::SendMove(ModelRun* model, UpdateRun* update, int index) {
   const UpdateRun& run = *update;
-  const std::string& name = run.machine.nodes[index].name;
+  const std::string name = run.machine.nodes[index].name;
+  // With every Move, not once when the stream begins: a worker that joined anew
+  // since then has said that it holds what it held.
+  for (const auto& entry : run.replica_index) {
+    if (!run.config.stream ||
+        run.machine.replicas[entry.second].stage != UpdateReplica::kPaused) {
+      continue;
+    }
+    ReplicaEvent event;
+    event.kind = ReplicaEvent::kStreaming;
+    event.update = run.key;
+    Step(&model->replicas.at(entry.first), event);
+  }
   v1::MoveUpdate* move = SendTo(name)->mutable_move_update();
   move->set_model(model->name);
   move->set_update_id(run.update_id);
@@ -532,15 +544,6 @@ void CoordinatorCore::BeginStream(ModelRun* model, UpdateRun* update) {
   begun->set_term(term_);
   *begun->mutable_time() = ToProto(now_);
   FillParticipants(*model, run, registry_, begun->mutable_replicas());
-  for (const auto& entry : run.replica_index) {
-    if (run.machine.replicas[entry.second].stage != UpdateReplica::kPaused) {
-      continue;
-    }
-    ReplicaEvent event;
-    event.kind = ReplicaEvent::kStreaming;
-    event.update = run.key;
-    Step(&model->replicas.at(entry.first), event);
-  }
 }
 
 void CoordinatorCore::Supersede(ModelRun* model, const UpdateRun& update) {

@@ -226,6 +226,32 @@ TEST(StreamTest, OneThatBreaksOffLeavesMixesThatAreMendedFromTheOldOne) {
   ExpectNextPublishWorks(&c);
 }
 
+// Found by tests/chaos/simulation (seed 98362): a node came back between the
+// record of the stream and its Move. Its workers were written to and still
+// counted as what they had said when they joined: a mix was resumed.
+TEST(StreamTest, AWorkerThatJoinsBeforeItsMoveCountsAsWritten) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  int moves = 0;
+  c.intercept = [&moves](const std::string& node, const Command& command) {
+    if (node != "n2" || !command.has_move_update()) return false;
+    ++moves;
+    return true;
+  };
+  PublishBoth(&c, Stream());
+  ASSERT_EQ(moves, 1);
+  c.Reconnect("n2");
+  c.Run();
+  ASSERT_EQ(moves, 2);
+  const v1::Replica replica = c.Replica("r2");
+  ASSERT_EQ(replica.workers_size(), 2);
+  for (const v1::Worker& worker : replica.workers()) {
+    EXPECT_EQ(worker.installed().state(), v1::InstalledState::STATE_WRITING);
+  }
+}
+
 TEST(StreamTest, AMixWithoutAnOldOneIsFencedUntilTheNextPublish) {
   FakeCluster c;
   c.AddStandard();

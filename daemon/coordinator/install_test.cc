@@ -311,6 +311,44 @@ TEST(OperatorTest, AnEngineThatDoesNotPauseIsHeldAllTheSame) {
   EXPECT_EQ(c.Answered(unknown)->failure.reason(), "REPLICA_UNKNOWN");
 }
 
+TEST(OperatorTest, APauseThatCannotBeSaysWhyAndIsHeldAllTheSame) {
+  FakeCluster c;
+  c.AddStandard();
+  // The engine says no.
+  c.intercept = [&c](const std::string& node, const Command& command) {
+    if (node != "n1" || !command.has_pause_replica()) return false;
+    const v1::PauseReplicaCommand& asked = command.pause_replica();
+    v1::NodeReport report;
+    v1::ReplicaPausedReport* said = report.mutable_replica_paused();
+    said->set_model(asked.model());
+    said->set_replica(asked.replica());
+    said->set_incarnation(asked.incarnation());
+    said->set_command_id(asked.pause().command_id());
+    *said->mutable_failure() = MakeFailure(13, "ENGINE_BUSY", "not now");
+    c.Report(node, report);
+    return true;
+  };
+  v1::PauseReplicaRequest request = Pause("r1");
+  request.mutable_timeout()->set_seconds(2);
+  const int64_t refused = c.Ask(request);
+  c.Run();
+  c.Pass(absl::Seconds(3));
+  ASSERT_NE(c.Answered(refused), nullptr);
+  EXPECT_EQ(c.Answered(refused)->failure.reason(), "PAUSE_TIMEOUT");
+  EXPECT_THAT(c.Answered(refused)->failure.message(), HasSubstr("ENGINE_BUSY"));
+  // One that is not there: at once.
+  c.intercept = nullptr;
+  c.Disconnect("n2");
+  c.Pass(absl::Seconds(31));
+  const int64_t lost = c.Ask(Pause("r2"));
+  ASSERT_NE(c.Answered(lost), nullptr);
+  EXPECT_EQ(c.Answered(lost)->failure.reason(), "REPLICA_LOST");
+  EXPECT_EQ(c.Replica("r2").pause_holders_size(), 1);
+  request = Pause("r1");
+  request.set_mode(static_cast<v1::PauseMode>(9));
+  EXPECT_EQ(c.Answered(c.Ask(request))->failure.reason(), "PAUSE_MODE_INVALID");
+}
+
 // ---- Rollback ----
 
 v1::RollbackModelRequest RollbackTo(int version) {
