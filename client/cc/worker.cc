@@ -628,13 +628,18 @@ class Worker::Impl {
     answer->set_command_id(end.command_id());
     if (streaming_ == nullptr ||
         streaming_->apply.update_id() != end.update_id()) {
-      // Aborted before it had begun here: nothing is left of it.
-      if (!end.complete()) return;
+      // Aborted before it had begun here: nothing is left of it. The daemon
+      // counts us as WRITING until it hears so.
       v1::ApplyUpdate apply;
       apply.set_update_id(end.update_id());
       answer->set_untouched(true);
       const absl::Status status =
-          Has(end.update_id())
+          !end.complete()
+              ? ErrorStatus(absl::StatusCode::kAborted, "UPDATE_ABORTED",
+                            absl::StrCat("Update ", end.update_id(),
+                                         " was given up before it was "
+                                         "streamed; nothing was written."))
+          : Has(end.update_id())
               ? absl::OkStatus()
               : ErrorStatus(absl::StatusCode::kFailedPrecondition,
                             "STREAM_UNKNOWN",

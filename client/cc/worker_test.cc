@@ -469,6 +469,19 @@ TEST_F(WorkerTest, AStreamThatIsGivenUpLeavesAMix) {
   EXPECT_TRUE(LiveIs(2));
 }
 
+// The daemon counts it as written to until it hears otherwise.
+TEST_F(WorkerTest, TheEndOfAStreamThatHadNotBegunIsAnswered) {
+  StartWorker();
+  auto stream = Accept();
+  ASSERT_NE(stream, nullptr);
+  stream->Send(End(1, /*complete=*/false));
+  const v1::WorkerApplied answer = Answer(stream.get(), false);
+  EXPECT_EQ(answer.update_id(), "u1");
+  EXPECT_EQ(answer.failure().reason(), "UPDATE_ABORTED");
+  EXPECT_TRUE(answer.untouched());
+  EXPECT_NE(answer.installed().state(), v1::InstalledState::STATE_WRITING);
+}
+
 TEST_F(WorkerTest, AStreamThatLacksABucketIsNotInstalled) {
   StartWorker();
   auto stream = Accept();

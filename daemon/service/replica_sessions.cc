@@ -454,12 +454,17 @@ void ReplicaSessions::Join(Worker* worker) {
 v1::InstalledState ReplicaSessions::BelievedContent(
     const Worker& worker) const {
   const v1::InstalledState& said = worker.registration.installed();
+  v1::InstalledState writing;
+  writing.set_state(v1::InstalledState::STATE_WRITING);
+  if (!worker.streamed.empty()) {
+    writing.set_update_id(worker.streamed);
+    writing.set_version(streams_.VersionOf(worker.id, worker.streamed));
+    return writing;
+  }
   const bool writes_nothing =
       said.state() == v1::InstalledState::STATE_INSTALLED &&
       said.update_id() == worker.command.update_id();
   if (worker.command_id.empty() || writes_nothing) return said;
-  v1::InstalledState writing;
-  writing.set_state(v1::InstalledState::STATE_WRITING);
   writing.set_update_id(worker.command.update_id());
   writing.set_version(worker.command.version());
   return writing;
@@ -736,6 +741,7 @@ void ReplicaSessions::Applied(Worker* worker,
   const v1::RegisterWorker& registration = worker->registration;
   if (applied.has_installed())
     *worker->registration.mutable_installed() = applied.installed();
+  if (applied.update_id() == worker->streamed) worker->streamed.clear();
   v1::NodeReport report;
   v1::WorkerAppliedReport* up = report.mutable_worker_applied();
   up->set_model(registration.model());
@@ -841,7 +847,9 @@ std::string ReplicaSessions::NameOf(uint64_t worker) {
 
 void ReplicaSessions::Send(uint64_t worker, v1::WorkerCommand command) {
   Worker* found = FindWorker(worker);
-  if (found != nullptr) found->stream->Write(std::move(command));
+  if (found == nullptr) return;
+  if (command.apply().stream()) found->streamed = command.apply().update_id();
+  found->stream->Write(std::move(command));
 }
 
 void ReplicaSessions::SendPlan(uint64_t worker, const v1::CopyPlan& plan) {
@@ -921,7 +929,7 @@ AwayReplica ReplicaSessions::LookAt(const Control& control,
   replica.worker_count = control.registration.worker_count();
   for (const Worker* worker : WorkersOf(control)) {
     AwayWorker w;
-    const v1::InstalledState& installed = worker->registration.installed();
+    const v1::InstalledState installed = BelievedContent(*worker);
     w.update_id = installed.update_id();
     w.busy = !worker->command_id.empty();
     if (installed.state() == v1::InstalledState::STATE_INSTALLED) {

@@ -109,6 +109,9 @@ class ReplicaSessions : private WorkerStreams::Host {
     // empty: none.
     std::string command_id;
     v1::ApplyWorker command;
+    // The update that it was told to take bucket by bucket, until it has said
+    // what became of it. Empty: none.
+    std::string streamed;
     // Keeps the bytes where they are until the worker has answered.
     StorePin pin;
     Loop::TimerId timer = 0;

@@ -4,7 +4,8 @@
 //   Begin -> (plans, on the data loop) -> ApplyUpdate{stream} to each worker
 //   Pass  -> StreamBucket -> StreamBucketTaken of all -> the slot is free
 //   COMMIT: ApplyWorker -> EndStream{complete} -> WorkerApplied INSTALLED
-//   Abort -> EndStream{complete=false}: the worker says WRITING, and stays so
+//   Abort -> EndStream{complete=false} -> WorkerApplied: WRITING, and stays so;
+//            or what it held before, where it had not begun
 // A worker that does not take a bucket in time, or cannot, is given up: its
 // replica leaves, the update goes on.
 

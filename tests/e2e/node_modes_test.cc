@@ -536,6 +536,45 @@ TEST_F(NodeModesTest, AnApplyThatWasRelayedCountsAsWritingUntilItIsAnswered) {
   });
 }
 
+// Found by tests/chaos/simulation (seed 160790): the same for buckets of a
+// STREAM that nobody goes on with; they may still lie in the worker's queue.
+TEST_F(NodeModesTest, AStreamCountsAsWritingUntilItsEndIsAnswered) {
+  StartDaemon();
+  StartTrainer();
+  absl::Notification asked, go_on;
+  engine_ = std::make_unique<Engine>(address(), 1, [&] {
+    if (!asked.HasBeenNotified()) asked.Notify();
+    EXPECT_TRUE(go_on.WaitForNotificationWithTimeout(absl::Seconds(60)));
+    return absl::OkStatus();
+  });
+  Fill(1);
+  const v1::DefineLayout define =
+      Prepare("u1", 1, v1::UPDATE_MODE_STREAM, v1::PUBLISH_MODE_SNAPSHOT);
+  Pause("u1");
+  Move(define, "u1", 1, 1);
+  ASSERT_TRUE(asked.WaitForNotificationWithTimeout(absl::Seconds(60)));
+  EXPECT_NE(engine_->worker(0).installed().state(),
+            v1::InstalledState::STATE_WRITING);
+  const auto joined_with = [this](v1::InstalledState::State state) {
+    coordinator_.Leave();
+    coordinator_.Return();
+    return coordinator_
+        .WaitFor(
+            "a",
+            [state](const v1::NodeReport& r) {
+              return r.has_worker_joined() &&
+                     r.worker_joined().registration().installed().state() ==
+                         state;
+            })
+        .worker_joined()
+        .registration()
+        .installed()
+        .update_id();
+  };
+  EXPECT_EQ(joined_with(v1::InstalledState::STATE_WRITING), "u1");
+  go_on.Notify();
+}
+
 // The coordinator says so when an operator holds a replica beside an update:
 // what the update needs does not end the operator's pause, also where no
 // coordinator is there to remember it.

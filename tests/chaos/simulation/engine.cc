@@ -286,6 +286,7 @@ void World::ConnectWorker(int index, int w) {
             worker.open = true;
             worker.told = memory;
             worker.command_id.clear();
+            worker.stream_told.clear();
             JoinWorker(index, w);
           });
      });
@@ -298,6 +299,7 @@ void World::EndWorker(int index, int w, bool client_sees) {
     worker.open = false;
     worker.accepted = false;
     worker.command_id.clear();
+    worker.stream_told.clear();
     v1::NodeReport report;
     v1::WorkerLeft* left = report.mutable_worker_left();
     left->set_model("models/m");
@@ -318,6 +320,11 @@ void World::EndWorker(int index, int w, bool client_sees) {
 
 Memory World::Believed(const Worker& worker) {
   Memory believed = worker.told;
+  if (!worker.stream_told.empty()) {
+    believed.kind = Memory::kWriting;
+    believed.update_id = worker.stream_told;
+    return believed;
+  }
   if (!worker.command_id.empty() &&
       !(believed == Memory{Memory::kInstalled, worker.command_update, 0})) {
     believed.kind = Memory::kWriting;
@@ -442,6 +449,7 @@ void World::ReportApplied(int index, int w, const Apply& apply,
        Worker& worker = engines_[index].workers[w];
        if (worker.generation != generation || !worker.open) return;
        worker.told = memory;
+       if (worker.stream_told == apply->update_id()) worker.stream_told.clear();
        if (worker.command_id == apply->command_id()) worker.command_id.clear();
        v1::NodeReport report;
        v1::WorkerAppliedReport* applied = report.mutable_worker_applied();

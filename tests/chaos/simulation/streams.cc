@@ -27,12 +27,13 @@ void World::BeginStream(int index, const v1::MoveUpdate& move) {
   for (const v1::StreamWorker& taker : move.stream_workers()) {
     const int e = taker.replica().back() - '0';
     const int w = taker.worker_index();
-    const Worker& worker = engines_[e].workers[w];
+    Worker& worker = engines_[e].workers[w];
     if (worker.node != index || !worker.open || !worker.accepted ||
         engines_[e].incarnation != taker.incarnation()) {
       continue;  // its replica has left
     }
     update.members.push_back({e, w, worker.generation});
+    worker.stream_told = move.update_id();
     auto apply = std::make_shared<v1::ApplyWorker>();
     apply->set_update_id(move.update_id());
     Send(e, w, worker.generation, Job{Job::kStream, std::move(apply)});
@@ -70,8 +71,10 @@ void World::StreamWork(int index, int w, const Job& job) {
   }
   if (worker.streaming != id) {
     // Aborted before it had begun here: nothing is left of it.
-    if (!job.complete) return;
-    return ReportApplied(index, w, job.apply, has ? "" : "STREAM_UNKNOWN",
+    return ReportApplied(index, w, job.apply,
+                         !job.complete ? "UPDATE_ABORTED"
+                         : has         ? ""
+                                       : "STREAM_UNKNOWN",
                          generation);
   }
   worker.streaming.clear();

@@ -184,6 +184,8 @@ class World {
     Memory told;
     std::string command_id;
     std::string command_update;
+    // The stream that it was told of and has not answered.
+    std::string stream_told;
   };
 
   struct EngineCommand {
