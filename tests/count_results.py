@@ -99,8 +99,10 @@ def count_chaos(path):
     """Every trial of a chaos run is a test; so is that each kind of fault hit an update."""
     with open(path, encoding="utf-8") as file:
         run = json.load(file)
+    findings = run.get("findings", {})
     failed = [
-        f"chaos: seed {run['seed']}, trial {number}: {trial[0]}, {trial[1]}"
+        f"chaos: seed {run['seed']}, trial {number}: {trial[0]}, {trial[1]}: "
+        f"{findings.get(str(number), 'see the run')}"
         for number, trial in enumerate(run["each"])
         if trial[2] or trial[3]
     ]

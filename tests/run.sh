@@ -68,6 +68,12 @@ wanted() {
   [[ -z "$filter" ]] || grep -Eq -- "$filter" <<<"$1"
 }
 
+# Says it at once, and again at the end: `fail NAME [: WHY]`.
+fail() {
+  echo "FAILED $*" | tee -a "$work/failures"
+  failed=$((failed + 1))
+}
+
 # A step that passes or fails as a whole: `check NAME COMMAND…`.
 check() {
   local name=$1
@@ -75,19 +81,19 @@ check() {
   if "$@"; then
     passed=$((passed + 1))
   else
-    echo "FAILED $name"
-    failed=$((failed + 1))
+    fail "$name"
   fi
 }
 
-# Adds `PASSED FAILED SKIPPED` as count_results.py prints them.
+# Adds what a runner wrote: `add KIND FILE`, as count_results.py takes them.
 add() {
   local p f s
-  if ! read -r p f s <<<"$1" || [[ -z "$s" ]]; then
-    echo "FAILED: the results could not be counted"
-    failed=$((failed + 1))
+  if ! read -r p f s < <("$PYTHON" tests/count_results.py "$@" 2>"$work/count") || [[ -z "$s" ]]; then
+    cat "$work/count"
+    fail "$1: the results could not be counted"
     return
   fi
+  tee -a "$work/failures" <"$work/count"
   echo "$p passed, $f failed, $s skipped"
   passed=$((passed + p))
   failed=$((failed + f))
@@ -102,6 +108,11 @@ finish() {
   echo
   if ((passed + failed == 0)); then
     echo "Nothing ran."
+  fi
+  if [[ -s $work/failures ]]; then
+    echo "What failed:"
+    cat "$work/failures"
+    echo
   fi
   echo "$line"
   ((failed == 0 && passed > 0))
@@ -177,7 +188,7 @@ if ((${#targets[@]} > 0)); then
     options+=(--test_size_filters=small,medium)
   fi
   bazel test "${bazel_output[@]}" "${options[@]}" -- "${targets[@]}"
-  add "$("$PYTHON" tests/count_results.py bazel "$work/events.json")"
+  add bazel "$work/events.json"
   took
 fi
 
@@ -201,18 +212,17 @@ if ((${#python_tests[@]} > 0)); then
       options+=(-m 'not slow')
     fi
     "$VENV/bin/python" -B -m pytest "${options[@]}" "${python_tests[@]}"
-    add "$("$PYTHON" tests/count_results.py junit "$work/pytest.xml")"
+    add junit "$work/pytest.xml"
     took
   else
-    echo "FAILED environment: tests/requirements.txt could not be installed"
-    failed=$((failed + 1))
+    fail "environment: tests/requirements.txt could not be installed"
   fi
 fi
 
 if [[ -z "$fast" ]] && wanted model; then
   heading "model (each configuration and each mutant is a test)"
   tests/model/run.sh --json "$work/model.json" || echo "model: there are findings"
-  add "$("$PYTHON" tests/count_results.py model "$work/model.json")"
+  add model "$work/model.json"
   took
 fi
 
@@ -220,7 +230,7 @@ if [[ -z "$fast" ]] && wanted chaos; then
   heading "chaos (each trial is a test)"
   tests/chaos/run.sh --trials 30 --minutes 5 --seed 1 --json "$work/chaos.json" ||
     echo "chaos: there are findings"
-  add "$("$PYTHON" tests/count_results.py chaos "$work/chaos.json")"
+  add chaos "$work/chaos.json"
   took
 fi
 

@@ -114,6 +114,11 @@ class Trial:
         self.violations = []
         self.stuck = ""
 
+    def findings(self):
+        """Sentences: the first of what was seen wrong."""
+        found = [f"{v.kind} {v.who}: {v.detail}" for v in self.violations[:5]]
+        return found + ([f"STUCK: {self.stuck}"] if self.stuck else [])
+
 
 class Run:
     """One cluster and its trials."""
@@ -649,10 +654,8 @@ def main(argv):
             if trial.violations or trial.stuck:
                 name = f"seed{arguments.seed}-trial{number}"
                 run.keep(keep, name)
-                for violation in trial.violations[:5]:
-                    print(f"     {violation.kind} {violation.who}: {violation.detail}")
-                if trial.stuck:
-                    print(f"     STUCK: {trial.stuck}")
+                for finding in trial.findings():
+                    print(f"     {finding}")
                 print(
                     f"     logs: {keep}/{name}; again: tests/chaos/run.sh --seed {arguments.seed} "
                     f"--trials {arguments.trials} --cluster {cluster_number}",
@@ -692,6 +695,9 @@ def main(argv):
         "seconds": round(time.monotonic() - began, 1),
         "stopped_early": over,
     }
+    for trial in trials:
+        for finding in trial.findings():
+            print(f"FINDING trial {trial.number}, {trial.kind}, {trial.state}: {finding}")
     print(json.dumps(totals))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
@@ -703,6 +709,9 @@ def main(argv):
                         [t.kind, t.state, bool(t.violations), bool(t.stuck), t.recovery, t.scenario]
                         for t in trials
                     ],
+                    "findings": {
+                        t.number: "; ".join(t.findings()) for t in trials if t.findings()
+                    },
                 },
                 file,
             )
