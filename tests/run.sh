@@ -162,8 +162,7 @@ build_programs() {
 
 heading "dependencies"
 if ! deploy/install_deps.sh; then
-  echo "FAILED dependencies"
-  failed=1
+  fail dependencies
   finish
 fi
 took
