@@ -275,17 +275,7 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
       return ReplicaResumed(report.replica_resumed());
     case v1::NodeReport::kUpdateEvicted: {
       const auto& evicted = report.update_evicted();
-      node->held.erase(
-          std::remove(node->held.begin(), node->held.end(),
-                      std::make_pair(evicted.model(), evicted.update_id())),
-          node->held.end());
-      node->fetched.erase(evicted.update_id());
-      // A pin that came too late holds nothing.
-      auto model = models_.find(evicted.model());
-      if (model != models_.end()) {
-        model->second.pins.erase({node->name, evicted.update_id()});
-      }
-      return;
+      return ForgetHeld(node, evicted.model(), evicted.update_id());
     }
     case v1::NodeReport::kWorkerDigests:
       return WorkerDigests(report.worker_digests());
@@ -421,12 +411,14 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
     }
     // What it holds and nobody knows of any more, newer than what is
     // remembered: no commit of it was told. It would be kept for ever.
-    if (model.commits.empty() || now_ < adopting_until_) continue;
+    if (now_ < adopting_until_) continue;
+    const int64_t remembered =
+        model.commits.empty() ? 0 : model.commits.front().version;
     for (const v1::HeldUpdate& held : node->hello.held_updates()) {
       const std::string& id = held.update_id();
       if (held.model() != model.name || !node->Holds(id) ||
-          held.version() <= model.commits.front().version ||
-          model.FindCommit(id) != nullptr || model.FindUpdate(id) != nullptr) {
+          held.version() <= remembered || model.FindCommit(id) != nullptr ||
+          model.FindUpdate(id) != nullptr) {
         continue;
       }
       end(id, false,

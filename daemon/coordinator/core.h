@@ -396,7 +396,11 @@ class CoordinatorCore {
                           const std::string& target) const;
   bool AnyHolder(const CommittedUpdate& update) const;
   bool Drained(const ReplicaRun& replica) const;
+  bool NodesConnected(const ReplicaRun& replica);
   void DropInstall(ReplicaRun* replica);
+  // Its two halves: it is wanted no more, and does not hold the replica.
+  void ForgetInstall(ReplicaRun* replica);
+  void ReleaseInstall(ReplicaRun* replica, const Holder& holder);
   void InstallFailed(ReplicaRun* replica, const Fault& fault);
   void MarkLost(ModelRun* model, const std::string& update_id);
   void TryFetch(ModelRun* model);
@@ -414,6 +418,9 @@ class CoordinatorCore {
   void MoveFetch(ModelRun* model);
   void EndFetch(ModelRun* model);
   void TickFetch(ModelRun* model);
+  // The node has said that it lacks bytes that were thought to be there.
+  void ForgetHeld(NodeRun* node, const std::string& model,
+                  const std::string& update_id);
   void Pin(ModelRun* model, const std::string& node,
            const std::string& update_id, bool pin);
   // Lets go of what nobody installs any more.

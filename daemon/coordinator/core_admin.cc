@@ -458,12 +458,8 @@ void CoordinatorCore::LearnFloor(const std::string& name,
   opened->set_update_id(update_id);
   opened->set_version(version);
   opened->set_publish_index(model->book.newest_index());
+  opened->set_learned(true);
   *opened->mutable_time() = ToProto(now_);
-  auto* ended = Write()->mutable_update_ended();
-  ended->set_model(name);
-  ended->set_update_id(update_id);
-  ended->set_version(version);
-  ended->set_active(true);
 }
 
 void CoordinatorCore::LearnInstalled(const std::string& name,
@@ -485,12 +481,8 @@ void CoordinatorCore::LearnInstalled(const std::string& name,
   committed->set_model(name);
   committed->set_update_id(commit.update_id);
   committed->set_version(commit.version);
+  committed->set_learned(true);
   *committed->mutable_time() = ToProto(now_);
-  auto* ended = Write()->mutable_update_ended();
-  ended->set_model(name);
-  ended->set_update_id(commit.update_id);
-  ended->set_version(commit.version);
-  ended->set_active(true);
   v1::Version record;
   record.set_name(absl::StrCat(name, "/versions/", commit.version));
   record.set_version(commit.version);

@@ -51,6 +51,15 @@ bool CoordinatorCore::Drained(const ReplicaRun& replica) const {
                      });
 }
 
+bool CoordinatorCore::NodesConnected(const ReplicaRun& replica) {
+  const ReplicaEntry* entry =
+      registry_.FindReplica(replica.model, replica.name);
+  return std::all_of(entry->workers.begin(), entry->workers.end(),
+                     [this](const WorkerEntry& worker) {
+                       return ConnectedNode(worker.node) != nullptr;
+                     });
+}
+
 bool CoordinatorCore::HasBucket(const NodeRun& node,
                                 const CommittedUpdate& update,
                                 uint32_t bucket) const {
@@ -160,12 +169,22 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
   const CommittedUpdate* wanted = model->Wanted();
   const UpdateKey key = wanted == nullptr ? 0 : KeyOf(wanted->update_id);
   const bool there = key == 0 || replica->machine.InstalledEverywhere(key);
-  if (replica->installing != 0 && (there || replica->installing != key)) {
-    DropInstall(replica);
-  }
+  // While a node of its is away nobody knows what that has: it stays as it is,
+  // and is settled when the node is back, or lost.
+  if (!there && !NodesConnected(*replica)) return;
+  // What was begun before ends only when this one holds the replica: in between
+  // it would be resumed with what it has.
+  const Holder before{Holder::kInstall, replica->installing};
+  const bool replaced =
+      replica->installing != 0 && (there || replica->installing != key);
+  if (replaced) ForgetInstall(replica);
   if (!there && replica->given_up != key && now_ >= replica->not_before &&
       !Drained(*replica)) {
     StartInstall(replica, *wanted);
+  }
+  if (replaced) {
+    if (replica->machine.HeldBy(before)) ReleaseInstall(replica, before);
+    Unpin(model);
   }
   if (replica->installing != 0) return;
   const Holder isolation{Holder::kIsolation, 0};
@@ -264,11 +283,18 @@ void CoordinatorCore::StartInstall(ReplicaRun* replica,
   }
   replica->installing = key;
   // What an engine came with is no version at all: it waits for one, paused.
-  // One that serves an older version goes on until the bytes are here; but an
-  // engine that swaps and may not have flipped to it yet must not do so now.
+  // One that serves an older version goes on until the bytes are here. But one
+  // that stands still for another install, with what it may never have served
+  // (a rollback that was released meanwhile), or that swaps and may not have
+  // flipped to it yet, must not begin to serve that now.
+  const auto& holders = replica->machine.holders;
+  const bool held = std::any_of(
+      holders.begin(), holders.end(),
+      [](const Holder& holder) { return holder.kind == Holder::kInstall; });
   if (replica->fetch_failures == 0 && replica->machine.Servable() &&
       (replica->machine.workers[0].content.kind == Content::kOwn ||
-       replica->machine.Unflipped())) {
+       replica->machine.Unflipped() ||
+       (held && replica->machine.WouldGoOver()))) {
     HoldForInstall(replica);
   }
   TryFetch(model);
@@ -297,18 +323,32 @@ void CoordinatorCore::HoldForInstall(ReplicaRun* replica) {
   ReplicaEvent hold;
   hold.kind = ReplicaEvent::kHold;
   hold.holder = holder;
+  for (const Holder& other : replica->machine.holders) {
+    if (other.kind == Holder::kInstall) hold.replaces = other;
+  }
   Step(replica, hold);
 }
 
 void CoordinatorCore::DropInstall(ReplicaRun* replica) {
   if (replica->installing == 0) return;
-  ReplicaEvent event;
-  event.holder = Holder{Holder::kInstall, replica->installing};
+  const Holder holder{Holder::kInstall, replica->installing};
+  ForgetInstall(replica);
+  ReleaseInstall(replica, holder);
+}
+
+void CoordinatorCore::ForgetInstall(ReplicaRun* replica) {
   replica->installing = 0;
-  event.kind = ReplicaEvent::kForget;
-  Step(replica, event);
-  event.kind = ReplicaEvent::kRelease;
-  Step(replica, event);
+  ReplicaEvent forget;
+  forget.kind = ReplicaEvent::kForget;
+  Step(replica, forget);
+}
+
+void CoordinatorCore::ReleaseInstall(ReplicaRun* replica,
+                                     const Holder& holder) {
+  ReplicaEvent release;
+  release.kind = ReplicaEvent::kRelease;
+  release.holder = holder;
+  Step(replica, release);
   Unpin(Model(replica->model));
 }
 
@@ -643,6 +683,17 @@ void CoordinatorCore::Pin(ModelRun* model, const std::string& node,
   out->set_model(model->name);
   out->set_update_id(update_id);
   out->set_pin(pin);
+}
+
+void CoordinatorCore::ForgetHeld(NodeRun* node, const std::string& name,
+                                 const std::string& update_id) {
+  node->fetched.erase(update_id);
+  node->held.erase(std::remove(node->held.begin(), node->held.end(),
+                               std::make_pair(name, update_id)),
+                   node->held.end());
+  // A pin that came too late holds nothing.
+  auto model = models_.find(name);
+  if (model != models_.end()) model->second.pins.erase({node->name, update_id});
 }
 
 void CoordinatorCore::Unpin(ModelRun* model) {

@@ -118,7 +118,7 @@ void CoordinatorCore::Recover(const std::string& name,
     aborted(opened, failure, false);
   }
   if (!newest.update_id().empty() && journal.newest_ended &&
-      newest.update_id() != committed.update_id()) {
+      !newest.learned() && newest.update_id() != committed.update_id()) {
     aborted(newest, journal.newest_end.failure(),
             journal.newest_end.superseded());
   }

@@ -170,6 +170,20 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
         absl::StrCat("worker ", worker, " of ", replica->machine.name, ": ",
                      event.fault.message);
   }
+  if (event.fault.reason == "BUCKET_UNKNOWN" ||
+      event.fault.reason == "UPDATE_UNKNOWN") {
+    // Its node has not got what we thought. Asking again would not help; the
+    // bytes are fetched, and then it is asked again.
+    const ReplicaEntry* entry =
+        registry_.FindReplica(replica->model, replica->name);
+    NodeRun* node = FindNode(entry->workers[worker].node);
+    if (node != nullptr) {
+      ForgetHeld(node, replica->model, report.update_id());
+    }
+    if (replica->installing != 0 && replica->installing == event.update) {
+      InstallFailed(replica, event.fault);
+    }
+  }
   Step(replica, event);
 }
 

@@ -123,6 +123,60 @@ TEST(LateJoinTest, OneUnderWayWhenANewerVersionIsCommittedNamesItsCommit) {
   }
 }
 
+// Found by tests/chaos/simulation: an engine stood still with an older update
+// (of a rollback that had been released) and was to get the newest; when a
+// newer one was committed meanwhile, the first install ended before the second
+// held it, and in between it was resumed with what it had.
+TEST(LateJoinTest, OneThatStandsStillIsNotResumedBetweenTwoInstalls) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::vector<v1::InstalledState> older = c.engines["r2"].workers;
+  c.PublishAll(2);
+  c.Run();
+  c.LoseWorker("r2", 0);
+  std::vector<std::pair<std::string, Command>> moves;
+  std::vector<std::pair<std::string, Command>> pauses;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node == "n1" && command.has_move_update()) {
+      moves.emplace_back(node, command);
+      return true;
+    }
+    if (node == "n2" && command.has_pause_replica()) {
+      pauses.emplace_back(node, command);
+      return true;
+    }
+    return false;
+  };
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_EQ(moves.size(), 1u);
+  c.engines["r2"].workers = older;
+  c.engines["r2"].paused = true;
+  c.Register("r2");
+  c.Run();
+  ASSERT_EQ(pauses.size(), 1u);
+  const auto resumes_with = [&](const std::string& update_id) {
+    return std::count_if(
+        c.commands.begin(), c.commands.end(), [&](const auto& sent) {
+          return sent.first == "n2" && sent.second.has_resume_replica() &&
+                 sent.second.resume_replica().resume().update_id() == update_id;
+        });
+  };
+  const auto before = resumes_with(older[0].update_id());
+  c.Deliver(moves[0].first, moves[0].second);
+  c.Run();
+  EXPECT_EQ(c.Version().version(), 3);
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  c.intercept = nullptr;
+  for (const auto& pause : pauses) c.Deliver(pause.first, pause.second);
+  c.Run();
+  c.Pass(absl::Seconds(61));
+  EXPECT_EQ(resumes_with(older[0].update_id()), before);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
 TEST(LateJoinTest, AHolderThatFailsIsReplacedByAnother) {
   FakeCluster c;
   c.AddStandard();
@@ -362,6 +416,46 @@ v1::ReleaseModelRequest ReleaseIt() {
   return request;
 }
 
+// Found by tests/chaos/simulation: of a replica over two nodes one was away for
+// a moment when it had paused for the newest version, and it was resumed with
+// the one to which it had been rolled back.
+TEST(RollbackTest, ANodeThatIsAwayForAMomentDoesNotEndTheReturn) {
+  FakeCluster c;
+  c.AddStandard();
+  c.AddReplica("wide", {"n1", "n2"});
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  c.Ask(RollbackTo(1));
+  c.Run();
+  ExpectAllServe(c, first);
+  Command pause;
+  c.intercept = [&](const std::string&, const Command& command) {
+    if (!command.has_pause_replica() ||
+        command.pause_replica().replica() != "wide") {
+      return false;
+    }
+    pause = command;
+    return true;
+  };
+  c.Ask(ReleaseIt());
+  c.Run();
+  ASSERT_TRUE(pause.has_pause_replica());
+  c.intercept = nullptr;
+  const int resumes = c.engines["wide"].resumes;
+  c.Disconnect("n2");
+  c.Deliver("n1", pause);
+  c.Run();
+  EXPECT_EQ(c.engines["wide"].resumes, resumes);
+  EXPECT_TRUE(c.engines["wide"].paused);
+  c.Reconnect("n2");
+  c.Run();
+  EXPECT_EQ(c.engines["wide"].resumes, resumes + 1);
+  ExpectAllServe(c, c.Version().update_id());
+}
+
 TEST(RollbackTest, HoldsUntilItIsReleased) {
   FakeCluster c;
   c.AddStandard();
@@ -438,6 +532,47 @@ TEST(RollbackTest, WhatIsFetchedIsPinnedBeforeItIsWholeAndAgainWhenEvicted) {
   c.RegisterWorker("r2", 0);
   c.Run();
   EXPECT_LT(at("send:n2:pin_update"), static_cast<int>(c.trace.size()));
+}
+
+// Found by tests/chaos: a node lacked a bucket that it was thought to have, and
+// was asked for it again and again until the next publish.
+TEST(RollbackTest, WhatANodeSaysItLacksIsFetchedAgain) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  int refusals = 0;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node != "n1" || !command.has_apply_worker() || refusals > 0) {
+      return false;
+    }
+    ++refusals;
+    const v1::ApplyWorker& apply = command.apply_worker();
+    v1::NodeReport report;
+    v1::WorkerAppliedReport* answer = report.mutable_worker_applied();
+    answer->set_model(kModel);
+    answer->set_replica("r1");
+    answer->set_incarnation(c.engines["r1"].incarnation);
+    answer->set_update_id(apply.update_id());
+    answer->set_command_id(apply.command_id());
+    *answer->mutable_installed() = c.engines["r1"].workers[0];
+    answer->mutable_failure()->set_code(5);
+    answer->mutable_failure()->set_reason("BUCKET_UNKNOWN");
+    c.Report(node, report);
+    return true;
+  };
+  c.trace.clear();
+  c.Ask(RollbackTo(1));
+  c.Run();
+  ASSERT_EQ(refusals, 1);
+  c.Pass(absl::Seconds(6));
+  const auto fetched =
+      std::find(c.trace.begin(), c.trace.end(), "send:n1:prepare_update");
+  EXPECT_NE(fetched, c.trace.end());
+  ExpectAllServe(c, first);
 }
 
 TEST(RollbackTest, FetchesWhatANodeHasNotKept) {

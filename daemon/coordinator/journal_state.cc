@@ -32,7 +32,15 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
           std::max(model.publish_index, opened.publish_index());
       if (model.newest.update_id() == opened.update_id()) return;
       model.newest = opened;
-      model.newest_ended = false;
+      model.newest_ended = opened.learned();
+      if (opened.learned()) {
+        model.newest_end.Clear();
+        model.newest_end.set_model(opened.model());
+        model.newest_end.set_update_id(opened.update_id());
+        model.newest_end.set_version(opened.version());
+        model.newest_end.set_active(true);
+        return;
+      }
       model.unended.push_back(opened);
       // At most two run at a time: older ones ended without a word.
       if (model.unended.size() > 2) model.unended.erase(model.unended.begin());
@@ -81,7 +89,7 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
         }
       }
       model.committed = committed;
-      model.committed_ended = false;
+      model.committed_ended = committed.learned();
       model.committed_lost = false;
       return;
     }

@@ -439,6 +439,31 @@ TEST_F(ReplicaMachineTest, APauseOfNoneNeedsAnEngineThatSaysItHasFlipped) {
   EXPECT_EQ(last_[0].pause, PauseKind::kNone);
 }
 
+// Found by tests/chaos: a worker was stopped while its replica built an update
+// beside; the update went on without it, it finished all the same, and the next
+// update was written into the set that the engine generated with.
+TEST_F(ReplicaMachineTest, AnotherUpdateIsNotBuiltBesideBeforeItFlipped) {
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder.pause = PauseKind::kNone;
+  Step(hold);
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  Step(Event(ReplicaEvent::kInstall));
+  Step(Applied(0, last_[0].command));
+  ReplicaEvent worker = Event(ReplicaEvent::kWorkerLeft);
+  worker.worker = 1;
+  EXPECT_THAT(Step(worker), ElementsAre(R::kLeft));
+  Step(Event(ReplicaEvent::kRelease));
+  worker.kind = ReplicaEvent::kWorkerJoined;
+  EXPECT_THAT(Step(worker), ElementsAre(R::kComplete));
+  EXPECT_TRUE(state_.InstalledEverywhere(7));
+  hold.holder.update = 8;
+  EXPECT_THAT(Step(hold), ElementsAre(R::kSendPause));
+  EXPECT_EQ(last_[0].pause, PauseKind::kDrain);
+  ReplicaEvent install = Event(ReplicaEvent::kInstall);
+  install.update = 8;
+  EXPECT_THAT(Step(install), IsEmpty());
+}
+
 TEST_F(ReplicaMachineTest, AMixIsNotLetOffWithAPauseOfNone) {
   ReplicaEvent content = Event(ReplicaEvent::kContent);
   content.worker = 1;

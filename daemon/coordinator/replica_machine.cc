@@ -39,9 +39,12 @@ bool ReplicaState::HeldBy(const Holder& holder) const {
 
 PauseKind ReplicaState::WantedPause() const {
   if (fenced) return PauseKind::kDrain;
+  // Workers that build the same update beside may differ; those that have built
+  // another one have it in the set that is not served, and would write this one
+  // into the set that is.
   const bool beside =
       (engine == EngineState::kPaused || engine == EngineState::kPausing) &&
-      pause == PauseKind::kNone;
+      pause == PauseKind::kNone && paused_for == WantedPauseFor();
   PauseKind wanted = PauseKind::kDrain;
   for (const Holder& holder : holders) {
     wanted = holder.pause;
@@ -68,6 +71,11 @@ UpdateKey ReplicaState::WantedPauseFor() const {
 
 bool ReplicaState::Unflipped() const {
   return swaps && !flipped && workers[0].content.kind == Content::kInstalled;
+}
+
+bool ReplicaState::WouldGoOver() const {
+  return engine != EngineState::kRunning &&
+         !(served_known && served == workers[0].content);
 }
 
 bool ReplicaState::PausedForAll() const {
@@ -197,12 +205,11 @@ class Stepper {
         return;
       case ReplicaEvent::kHold:
         if (!s_.HeldBy(event.holder)) s_.holders.push_back(event.holder);
+        RemoveHolder(event.replaces);
         if (s_.PausedForAll()) Say(ReplicaAction::kPausedNow);
         return;
       case ReplicaEvent::kRelease:
-        s_.holders.erase(
-            std::remove(s_.holders.begin(), s_.holders.end(), event.holder),
-            s_.holders.end());
+        RemoveHolder(event.holder);
         // What it was held for is not wanted any more either, if it is not
         // there.
         if (s_.target != 0 && s_.target == event.holder.update &&
@@ -263,6 +270,11 @@ class Stepper {
     if (worker->content == content) return;
     worker->content = content;
     s_.flipped = false;
+  }
+
+  void RemoveHolder(const Holder& holder) {
+    s_.holders.erase(std::remove(s_.holders.begin(), s_.holders.end(), holder),
+                     s_.holders.end());
   }
 
   void ForgetTarget() {

@@ -38,7 +38,8 @@
 // has, its workers build beside, and the Resume makes it flip. It is granted to
 // an engine whose workers agree and which has said that it flipped to what they
 // hold; one that holds a mix, or may still generate with the set that would be
-// written to, or is fenced, or is held by somebody else too, is paused in
+// written to (that is also one that has built another update beside and not
+// flipped to it), or is fenced, or is held by somebody else too, is paused in
 // earnest, also when it had been told PAUSE_NONE before. One that swaps is
 // given the Resume again after its stream was lost: whether it flipped is not
 // known.
@@ -187,6 +188,9 @@ struct ReplicaState {
   bool PausedForAll() const;
   // It swaps, and may still generate with what it had before.
   bool Unflipped() const;
+  // It does not run, and a Resume may make it serve something else than it
+  // served before.
+  bool WouldGoOver() const;
   // How its holders want it paused now, and for which update.
   PauseKind WantedPause() const;
   UpdateKey WantedPauseFor() const;
@@ -228,6 +232,9 @@ struct ReplicaEvent {
   WorkerContent content;
   UpdateKey update = 0;
   Holder holder;
+  // kHold: whose place it takes, where that one holds it: at no moment does
+  // nobody, and nothing of the first is taken for the second's.
+  Holder replaces;
   Fault fault;
 };
 

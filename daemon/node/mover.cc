@@ -124,6 +124,11 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(
   std::shared_ptr<NodeUpdate>& run = runs_[key];
   // A dry run or a fetch that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));
+  for (const auto& ending : ending_) {
+    if (ending->update_id() == update_id && !ending->finished()) {
+      context.predecessors.push_back(ending);
+    }
+  }
   run = std::make_shared<NodeUpdate>(std::move(context), update_id, version,
                                      *std::move(layout));
   return run;

@@ -259,6 +259,57 @@ TEST(Fetch, AFetchThatIsEndedGivesItsRoomBack) {
   update.ExpectWorkersEqual(model);
 }
 
+// Found by tests/chaos: the first fetch was still ending when the second had
+// reserved the same buckets, and dropped them under it: the second was verified
+// in room that was not the update's any more.
+TEST(Fetch, OneThatIsEndingDoesNotDropTheRoomOfTheNext) {
+  const v1::DefineLayout define = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("a", 2)
+                                      .TensorParallelWorker("b", 0, 2)
+                                      .Worker("c")
+                                      .Build();
+  const ModelBytes model(define, 2);
+  TestNode a("a"), b("b"), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  ASSERT_TRUE(Eventually([&] { return b.store().HeldUpdates().size() == 1; }));
+  std::vector<int32_t> missing;
+  for (int32_t bucket : AllBuckets(b, define)) {
+    if (!b.store().Holds("u", {bucket})) missing.push_back(bucket);
+  }
+  ASSERT_FALSE(missing.empty());
+  // Its holder never comes; told to move, it ends some time after its end.
+  const int64_t before = UsedBytes(b);
+  b.mover().PrepareUpdate(update.FetchCommand(&c, &b, missing));
+  ASSERT_TRUE(Eventually([&] { return UsedBytes(b) > before; }));
+  b.mover().MoveUpdate(update.MoveCommand(&b));
+  absl::SleepFor(absl::Milliseconds(200));
+  v1::EndUpdate end;
+  end.set_model("models/m");
+  end.set_update_id("u");
+  end.set_committed(true);
+  b.mover().EndUpdate(end);
+  const absl::Time ended = absl::Now();
+  const v1::PrepareUpdate again = update.FetchCommand(&c, &b, missing);
+  for (TestNode* node : {&b, &c}) node->mover().PrepareUpdate(again);
+  for (TestNode* node : {&b, &c}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  for (TestNode* node : {&b, &c}) {
+    node->mover().MoveUpdate(update.MoveCommand(node));
+  }
+  // By now the first one has ended, whichever way they meet.
+  absl::SleepFor(ended + absl::Milliseconds(2500) - absl::Now());
+  b.mover().UpdateManifest(update.manifest());
+  EXPECT_EQ(b.WaitVerified().failure().reason(), "");
+  EXPECT_TRUE(b.store().Holds("u", missing));
+  auto live = b.Apply(define, "u", testing::WantedBy(define, 1));
+  ASSERT_TRUE(live.ok()) << live.status();
+  ExpectBytes(define, model, 1, *live);
+}
+
 TEST(Fetch, AHolderWithoutTheBytesSaysSo) {
   const v1::DefineLayout define = TwoReceivers();
   TestNode b("b"), late("late");

@@ -166,7 +166,19 @@ absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
 
 // ---- The driver ----
 
+void NodeUpdate::AwaitFinished() {
+  absl::MutexLock lock(&mutex_);
+  mutex_.Await(absl::Condition(this, &NodeUpdate::finished));
+}
+
+void NodeUpdate::SetFinished() {
+  absl::MutexLock lock(&mutex_);
+  finished_.store(true, std::memory_order_release);
+}
+
 void NodeUpdate::Drive() {
+  for (const auto& run : context_.predecessors) run->AwaitFinished();
+  context_.predecessors.clear();
   while (true) {
     absl::optional<v1::PrepareUpdate> prepare;
     absl::optional<v1::MoveUpdate> move;
@@ -586,11 +598,11 @@ void NodeUpdate::Finish() {
       LOG_IF(ERROR, !status.ok() && !absl::IsNotFound(status))
           << "Update " << update_id_ << " of " << model()
           << " was fetched, but is not kept: " << status;
-    } else {
+    } else if (receives_) {
       context_.store->DropIncoming(update_id_);
     }
     pins.clear();
-    finished_.store(true, std::memory_order_release);
+    SetFinished();
     return;
   }
   bool keep = committed;
@@ -613,7 +625,7 @@ void NodeUpdate::Finish() {
         << "Update " << update_id_ << " of " << model() << " shares " << freed
         << " bytes with the one before";
   }
-  finished_.store(true, std::memory_order_release);
+  SetFinished();
 }
 
 }  // namespace daemon

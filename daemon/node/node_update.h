@@ -72,6 +72,10 @@ class NodeUpdate {
     transport::GroupFactory* groups = nullptr;
     // Null where no worker can take part in a STREAM.
     StreamSink* sink = nullptr;
+    // Earlier runs of the same update that are ending: until they have, what
+    // they reserved in the store is theirs to drop. Waited for before anything
+    // is done; they are told to end, so that is bounded.
+    std::vector<std::shared_ptr<NodeUpdate>> predecessors;
   };
 
   NodeUpdate(Context context, std::string update_id, int64_t version,
@@ -108,6 +112,8 @@ class NodeUpdate {
   bool whole() const { return whole_.load(std::memory_order_acquire); }
   // The driver has ended: destruction does not wait.
   bool finished() const { return finished_.load(std::memory_order_acquire); }
+  // REQUIRES: End was called, or it ends by itself.
+  void AwaitFinished() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   // Counts the ready frames of one landing without asking it.
@@ -218,9 +224,10 @@ class NodeUpdate {
   absl::Status PinInStore();
   int64_t RepairedFrames() const;
   void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
+  void SetFinished() ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Constant after construction.
-  const Context context_;
+  // Constant after construction, but for predecessors.
+  Context context_;
   const std::string update_id_;
   const int64_t version_;
   const std::shared_ptr<const NodeLayout> layout_;

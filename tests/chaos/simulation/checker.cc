@@ -71,6 +71,7 @@ void Checker::Journalled(const JournalRecord& record) {
         }
       }
       commits_.emplace(id, static_cast<int>(commits_.size()) + 1);
+      lost_.erase(id);
       return;
     }
     case JournalRecord::kUpdateEnded: {
@@ -109,6 +110,7 @@ void Checker::Journalled(const JournalRecord& record) {
 
 void Checker::Adopted() {
   adopted_ = true;
+  for (const auto& commit : commits_) lost_.insert(commit.first);
   floors_.clear();
   aborted_floor_.clear();
   held_.clear();
@@ -192,6 +194,9 @@ void Checker::TakenBack(const std::string& replica,
 }
 
 void Checker::ToldEnd(const std::string& update_id, bool committed) {
+  // What only a lost journal knew to be committed, and no replica had when the
+  // cluster was adopted, is given up.
+  if (!committed && lost_.count(update_id) != 0) return;
   if (committed != Committed(update_id)) {
     Violation(absl::StrCat(
         "a node was told that ", update_id,

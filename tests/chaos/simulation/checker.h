@@ -93,6 +93,8 @@ class Checker {
   // has something newer: the release comes before the bytes.
   std::map<std::string, std::string> taken_back_;
   bool adopted_ = false;
+  // Commits that an adopted journal does not know.
+  std::set<std::string> lost_;
   std::map<std::string, int64_t> floors_;
   std::map<std::string, bool> aborted_floor_;
   std::vector<std::string> violations_;

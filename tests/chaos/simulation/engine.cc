@@ -43,6 +43,7 @@ void World::StartEngine(int index) {
     worker.stopped_until = 0;
     worker.memory = Memory();
     worker.served = Memory();
+    worker.set = worker.served_set = 0;
     worker.busy = false;
     worker.queue.clear();
     worker.streaming.clear();
@@ -204,7 +205,10 @@ void World::EngineWork(int index) {
       engine.running_update = command.update_id;
       engine.word = Engine::kRunning;
       engine.running = true;
-      for (Worker& worker : engine.workers) worker.served = worker.memory;
+      for (Worker& worker : engine.workers) {
+        worker.served = worker.memory;
+        worker.served_set = worker.set;
+      }
       if (planted_ == Planted::kOlderWeights && !planted_once_ &&
           engine.older.kind == Memory::kInstalled && !before.empty() &&
           before != engine.older.update_id) {
@@ -389,8 +393,7 @@ void World::WorkerWork(int index, int w) {
     return WorkerWork(index, w);
   }
   if (!worker.open) return WorkerWork(index, w);  // nothing is written
-  checker_.Writes(engine.name, w, engine.up && engine.running && !atomic_swap_,
-                  apply->update_id());
+  Writes(engine, w, apply->update_id());
   if (worker.memory.kind == Memory::kInstalled &&
       engine.older.kind != Memory::kInstalled) {
     engine.older = worker.memory;  // the first that it served
@@ -425,10 +428,7 @@ void World::WorkerWork(int index, int w) {
     const bool recycled = node.up && worker.open &&
                           worker.generation == generation &&
                           update == node.updates.end();
-    if (!fails && !recycled) {
-      worker.memory = writing;
-      worker.memory.kind = Memory::kInstalled;
-    }
+    if (!fails && !recycled) Installs(&worker, writing);
     Trace(engine.name, " worker ", w, " holds ", Describe(worker.memory));
     Serve(index);
     ReportApplied(index, w, apply,
@@ -438,6 +438,19 @@ void World::WorkerWork(int index, int w) {
                   generation);
     WorkerWork(index, w);
   });
+}
+
+void World::Writes(const Engine& engine, int w, const std::string& update_id) {
+  const Worker& worker = engine.workers[w];
+  const bool beside = atomic_swap_ && worker.set == worker.served_set;
+  checker_.Writes(engine.name, w, engine.up && engine.running && !beside,
+                  update_id);
+}
+
+void World::Installs(Worker* worker, Memory memory) {
+  worker->memory = std::move(memory);
+  worker->memory.kind = Memory::kInstalled;
+  if (atomic_swap_) worker->set = 1 - worker->set;
 }
 
 void World::ReportApplied(int index, int w, const Apply& apply,

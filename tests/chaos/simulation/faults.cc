@@ -240,6 +240,7 @@ void World::Inject(const std::string& kind) {
     }
     engine.workers[w].memory = Memory{Memory::kNothing, "", 0};
     engine.workers[w].served = engine.workers[w].memory;
+    engine.workers[w].served_set = engine.workers[w].set;
     EndWorker(e, w, /*client_sees=*/true);
   }
 }

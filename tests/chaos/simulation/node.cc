@@ -105,6 +105,7 @@ void World::Dial(int index) {
     v1::HeldUpdate* held = hello->add_held_updates();
     held->set_model("models/m");
     held->set_update_id(update.second);
+    held->set_version(nodes_[index].updates[update.second].version);
   }
   Report(index, std::move(report));
 }
@@ -449,6 +450,7 @@ void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
                                 : a.counter() < b.counter();
   };
   if (update.order == 0) update.order = next_order_++;
+  update.version = prepare.version();
   if (older(prepare.epoch(), update.epoch)) return;
   update.epoch = prepare.epoch();
   update.prepared = true;

@@ -100,10 +100,8 @@ struct Odds {
   int drain = 10;
   int delete_version = 8;
 
-  // Whether an empty journal is adopted, or the lost one comes back. Not drawn
-  // yet: a node does not end a whole IN_PLACE update that no journal knows, and
-  // a coordinator that dies between the records of an adopted update aborts it.
-  int adopt = 0;
+  // Whether an empty journal is adopted, or the lost one comes back.
+  int adopt = 400;
   // What a coordinator that crashes inside a write leaves: half a record.
   int torn_tail = 300;
   // Its journal passes through the real file format on the way back.

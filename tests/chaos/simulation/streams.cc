@@ -51,8 +51,8 @@ void World::StreamWork(int index, int w, const Job& job) {
     if (has || worker.streaming == id) return;
     worker.streaming.clear();
     if (!worker.open) return;  // nothing is written
+    Writes(engine, w, id);
     if (!atomic_swap_) {
-      checker_.Writes(engine.name, w, engine.up && engine.running, id);
       worker.memory.kind = Memory::kWriting;
       worker.memory.update_id = id;
       worker.memory.version = 0;
@@ -79,9 +79,7 @@ void World::StreamWork(int index, int w, const Job& job) {
   }
   worker.streaming.clear();
   if (job.complete) {
-    worker.memory.kind = Memory::kInstalled;
-    worker.memory.update_id = id;
-    worker.memory.version = job.apply->version();
+    Installs(&worker, Memory{Memory::kInstalled, id, job.apply->version()});
   }
   Trace(engine.name, " worker ", w, " holds ", Describe(worker.memory));
   Serve(index);

@@ -163,7 +163,8 @@ void World::OnOpened(int index, const v1::Reply& reply) {
   if (opened.repeated_request()) return Answer(index, id, "");
   const bool fails = random_.Chance(odds_.copy_fails);
   By(&nodes_[rank.node], random_.Between(kMillisecond, 60 * kMillisecond),
-     [this, index, id, fails, call = rank.call, session = rank.session,
+     [this, index, id, fails, version = opened.version(), call = rank.call,
+      session = rank.session,
       in_place = round_options_.publish_mode() == v1::PUBLISH_MODE_IN_PLACE] {
        Rank& rank = ranks_[index];
        Node& node = nodes_[rank.node];
@@ -180,6 +181,7 @@ void World::OnOpened(int index, const v1::Reply& reply) {
          snapshotted.set_copied_bytes(64);
          NodeUpdate& update = node.updates[id];
          if (update.order == 0) update.order = next_order_++;
+         update.version = version;
          if (in_place) {
            update.unreleased.emplace_back(index, call);
          } else {

@@ -175,7 +175,9 @@ void World::DrawOptions() {
   if (!draw_options_) return;
   if (!commit->has_rolling() && random_.Chance(odds_.stream)) {
     options.set_update_mode(v1::UPDATE_MODE_STREAM);
-    options.set_allow_no_recovery(random_.Chance(odds_.allow_no_recovery));
+    // After the last fault every round must be able to come to something.
+    options.set_allow_no_recovery(random_.Chance(odds_.allow_no_recovery) ||
+                                  now_ >= quiet_);
   } else if (atomic_swap_ && random_.Chance(odds_.pause_none)) {
     options.set_pause_mode(v1::PAUSE_MODE_NONE);
   } else {

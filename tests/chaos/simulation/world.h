@@ -103,6 +103,7 @@ class World {
 
   struct NodeUpdate {
     v1::Epoch epoch;
+    int64_t version = 0;
     bool stream = false;
     bool in_place = false;
     bool snapshot = false;  // a rank's bytes are in the store
@@ -169,6 +170,11 @@ class World {
     // What the engine generates with: the same, or what it was at the last
     // resume where the worker swaps.
     Memory served;
+    // Where it swaps: which of its two sets of tensors holds `memory`, and
+    // which one the engine generates with. The other than the first is written
+    // next.
+    int set = 0;
+    int served_set = 0;
     bool busy = false;
     std::deque<Job> queue;
     // The update that it takes bucket by bucket, and whether it has them all.
@@ -329,6 +335,10 @@ class World {
   const Memory& Served(const Worker& worker) const {
     return atomic_swap_ ? worker.served : worker.memory;
   }
+  // It is about to write live memory, or the set that is its turn.
+  void Writes(const Engine& engine, int worker, const std::string& update_id);
+  // What it has written is whole.
+  void Installs(Worker* worker, Memory memory);
   // The engine may take a step: it is looked at.
   void Serve(int engine);
   static v1::InstalledState ToProto(const Memory& memory);
