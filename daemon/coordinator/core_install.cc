@@ -285,18 +285,18 @@ void CoordinatorCore::StartInstall(ReplicaRun* replica,
   // What an engine came with is no version at all: it waits for one, paused.
   // One that serves an older version goes on until the bytes are here. But one
   // that stands still for another install, with what it may never have served
-  // (a rollback that was released meanwhile), or that swaps and may not have
-  // flipped to it yet, must not begin to serve that now.
-  const auto& holders = replica->machine.holders;
+  // (a rollback that was released meanwhile) or with half of that, or that
+  // swaps and may not have flipped to it yet, must not begin to serve that now.
+  const ReplicaState& machine = replica->machine;
   const bool held = std::any_of(
-      holders.begin(), holders.end(),
+      machine.holders.begin(), machine.holders.end(),
       [](const Holder& holder) { return holder.kind == Holder::kInstall; });
-  if (replica->fetch_failures == 0 && replica->machine.Servable() &&
-      (replica->machine.workers[0].content.kind == Content::kOwn ||
-       replica->machine.Unflipped() ||
-       (held && replica->machine.WouldGoOver()))) {
-    HoldForInstall(replica);
-  }
+  const bool waits = machine.Servable()
+                         ? machine.workers[0].content.kind == Content::kOwn ||
+                               machine.Unflipped() ||
+                               (held && machine.WouldGoOver())
+                         : held;
+  if (waits && replica->fetch_failures == 0) HoldForInstall(replica);
   TryFetch(model);
 }
 

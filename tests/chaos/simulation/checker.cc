@@ -92,6 +92,10 @@ void Checker::Journalled(const JournalRecord& record) {
       }
       return;
     }
+    case JournalRecord::kVersionDeleted:
+      // Nodes that were away are told so when they come back with it.
+      lost_.insert(record.version_deleted().update_id());
+      return;
     case JournalRecord::kStreamBegun:
       streamed_.insert(record.stream_begun().update_id());
       return;
@@ -161,13 +165,17 @@ void Checker::Serves(const std::string& replica,
   const bool rolled_back =
       !rolled_back_to_.empty() && order >= commits_[rolled_back_to_];
   const auto back = taken_back_.find(replica);
-  const bool taken_back =
-      back != taken_back_.end() && back->second == workers[0].update_id;
+  const bool taken_back = back != taken_back_.end() &&
+                          back->second.update_id == workers[0].update_id;
   if (order < before && !rolled_back && !taken_back) {
     Violation(absl::StrCat(replica, " generates with ", Describe(workers[0]),
                            ", older than what it served before"));
   }
-  if (back != taken_back_.end() && order > commits_[back->second]) {
+  if (taken_back) {
+    back->second.served = true;
+  } else if (back != taken_back_.end() &&
+             order > commits_[back->second.update_id] &&
+             (back->second.served || order != before)) {
     taken_back_.erase(back);
   }
   before = order;
@@ -189,7 +197,7 @@ void Checker::TakenBack(const std::string& replica,
                         const std::string& update_id) {
   if (!rolled_back_to_.empty() && Committed(update_id) &&
       commits_[update_id] >= commits_[rolled_back_to_]) {
-    taken_back_[replica] = update_id;
+    taken_back_[replica] = Taken{update_id, false};
   }
 }
 

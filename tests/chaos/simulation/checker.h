@@ -90,10 +90,15 @@ class Checker {
   // The update that a rollback holds; empty: none does.
   std::string rolled_back_to_;
   // What each replica was given under a rollback. It may serve that until it
-  // has something newer: the release comes before the bytes.
-  std::map<std::string, std::string> taken_back_;
+  // has something newer: the release comes before the bytes. One that swaps
+  // goes on with what it had until it flips.
+  struct Taken {
+    std::string update_id;
+    bool served = false;
+  };
+  std::map<std::string, Taken> taken_back_;
   bool adopted_ = false;
-  // Commits that an adopted journal does not know.
+  // Commits that an adopted journal does not know, and deleted ones.
   std::set<std::string> lost_;
   std::map<std::string, int64_t> floors_;
   std::map<std::string, bool> aborted_floor_;
