@@ -172,6 +172,16 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
                                "; say hello again")));
       continue;
     }
+    if (!node.ready && now - node.connect_time >= options_.recovery_timeout) {
+      const std::string stream = node.stream;
+      Disconnected(&node);
+      Close(stream,
+            Fault(StatusCode::kDeadlineExceeded, "HELLO_TIMEOUT",
+                  absl::StrCat("node ", node.name, " did not say within ",
+                               absl::FormatDuration(options_.recovery_timeout),
+                               " who is registered with it; say hello again")));
+      continue;
+    }
     if (now - node.last_heartbeat >= options_.heartbeat_interval) {
       node.last_heartbeat = now;
       SendTo(node.name)->mutable_heartbeat();
@@ -372,6 +382,7 @@ void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
   node.layouts.clear();
   node.said.clear();
   streams_[stream] = node.name;
+  NoteNamed(node.name);
 
   v1::Welcome* welcome = SendTo(node.name)->mutable_welcome();
   welcome->set_cluster_id(cluster_id_);
@@ -430,8 +441,39 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
   }
 }
 
+bool CoordinatorCore::Named(const ReplicaRun& replica) {
+  const ReplicaEntry* entry =
+      registry_.FindReplica(replica.model, replica.name);
+  if (entry == nullptr) return true;
+  const auto speaks = [this](const std::string& name) {
+    const NodeRun* node = ConnectedNode(name);
+    return node != nullptr && !node->ready;
+  };
+  return !speaks(entry->node) &&
+         std::none_of(entry->workers.begin(), entry->workers.end(),
+                      [&speaks](const WorkerEntry& worker) {
+                        return speaks(worker.node);
+                      });
+}
+
+void CoordinatorCore::NoteNamed(const std::string& node) {
+  for (auto& model : models_) {
+    for (auto& replica : model.second.replicas) {
+      const ReplicaEntry* entry =
+          registry_.FindReplica(model.first, replica.first);
+      if (entry == nullptr) continue;
+      const bool on_it =
+          entry->node == node ||
+          std::any_of(entry->workers.begin(), entry->workers.end(),
+                      [&node](const WorkerEntry& w) { return w.node == node; });
+      if (on_it) replica.second.machine.named = Named(replica.second);
+    }
+  }
+}
+
 void CoordinatorCore::HelloDone(NodeRun* node) {
   node->ready = true;
+  NoteNamed(node->name);
   // What it did not name has ended while the stream was down.
   for (auto& entry : models_) {
     const ModelEntry* model = registry_.FindModel(entry.first);
@@ -470,6 +512,8 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
     for (auto& replica : entry.second.replicas) {
       replica.second.not_before = absl::InfinitePast();
       Settle(&replica.second);
+      // What has waited for this is sent now.
+      Step(&replica.second, ReplicaEvent());
     }
   }
   UpdateEvent back;
@@ -481,6 +525,7 @@ void CoordinatorCore::Disconnected(NodeRun* node) {
   streams_.erase(node->stream);
   node->stream.clear();
   node->ready = false;
+  NoteNamed(node->name);
   node->lost_time = now_ + options_.node_reconnect_grace;
 }
 

@@ -261,6 +261,10 @@ class CoordinatorCore {
   void Hello(const std::string& stream, const v1::Hello& hello);
   Fault CheckHello(const v1::Hello& hello);
   void HelloDone(NodeRun* node);
+  // Every connected node of its has said all that it has; and that noted for
+  // all replicas with a part at the node.
+  bool Named(const ReplicaRun& replica);
+  void NoteNamed(const std::string& node);
   void Disconnected(NodeRun* node);
   // Everything on it is gone, its store too.
   void LoseNode(NodeRun* node, const Fault& fault);

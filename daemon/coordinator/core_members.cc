@@ -139,6 +139,7 @@ void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
   event.kind = ReplicaEvent::kControlJoined;
   event.paused = registration.paused();
   event.swaps = registration.atomic_swap();
+  run->machine.named = Named(*run);
   Step(run, event);
   // It was complete all along: its node alone was away.
   if (run->machine.Complete()) Settle(run);
@@ -181,6 +182,7 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
   event.kind = ReplicaEvent::kWorkerJoined;
   event.worker = index;
   event.content = ContentOf(registration.installed());
+  run->machine.named = Named(*run);
   Step(run, event);
   if (run->machine.Complete()) Settle(run);
 }

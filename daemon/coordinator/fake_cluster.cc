@@ -79,6 +79,7 @@ void FakeCluster::Hello(const std::string& name) {
     held->set_version(update.second.version);
   }
   Report(name, report);
+  if (after_hello) after_hello(name);
   for (const auto& rank : ranks_) {
     if (rank.second.node == name) ClaimRank(rank.first);
   }

@@ -118,6 +118,8 @@ class FakeCluster {
   std::map<std::string, FakeEngine> engines;
   std::function<bool(const std::string& node, const v1::NodeCommand&)>
       intercept;
+  // Between a node's hello and what it names.
+  std::function<void(const std::string& node)> after_hello;
   // Every report is delivered twice.
   bool twice = false;
   // Commands that are lost with the process: dies when one begins with this.

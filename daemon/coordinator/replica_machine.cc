@@ -409,7 +409,7 @@ class Stepper {
   }
 
   void Reconcile() {
-    if (!s_.Complete()) return;
+    if (!s_.Complete() || !s_.named) return;
     if (PauseWanted()) {
       const bool again =
           s_.engine == EngineState::kDoubtful && now_ >= s_.deadline;

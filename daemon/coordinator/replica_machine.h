@@ -29,9 +29,10 @@
 // A pause is wanted while somebody holds it and while the workers' memories are
 // not servable: not all what the engine came with, and not all one update. So a
 // mix is never resumed, whoever asks. Nothing is sent while a worker or the
-// control stream is missing; when they are back, their own word (what is
-// installed; that it runs) replaces what was believed, and what is still wanted
-// is sent again. One that says it stands still is DOUBTFUL.
+// control stream is missing or has not been named anew; when they are back,
+// their own word (what is installed; that it runs) replaces what was believed,
+// and what is still wanted is sent again. One that says it stands still is
+// DOUBTFUL.
 //
 // How it is paused is the holders' wish: the first that wants a real pause
 // decides. PAUSE_NONE asks for none: the engine goes on generating with what it
@@ -147,6 +148,9 @@ struct ReplicaState {
   std::string name;
   // Its control stream is there.
   bool control = false;
+  // False between the hello of a node of its and the end of what that node has
+  // to say: what was believed of its workers may be old, and nothing is sent.
+  bool named = true;
   std::vector<ReplicaWorker> workers;
 
   EngineState engine = EngineState::kRunning;
