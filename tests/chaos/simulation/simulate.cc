@@ -14,6 +14,7 @@
 
 #include "gflags/gflags.h"
 #include "glog/logging.h"
+#include "tests/chaos/simulation/small_objects.h"
 #include "tests/chaos/simulation/world.h"
 
 DEFINE_uint64(seed, 1, "the first history");
@@ -35,6 +36,7 @@ int Main() {
   std::map<std::string, std::map<std::string, int>> faults;
   std::map<std::string, int> states;
   for (int64_t i = 0; i < FLAGS_histories && failed < FLAGS_failures; ++i) {
+    EndHistory();
     const uint64_t seed = FLAGS_seed + static_cast<uint64_t>(i);
     World world(seed, Odds(), Planted::kNone,
                 FLAGS_trace ? &std::cout : nullptr);

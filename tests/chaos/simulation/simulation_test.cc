@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
+#include "tests/chaos/simulation/small_objects.h"
 #include "tests/chaos/simulation/world.h"
 
 namespace weightsync {
@@ -34,6 +35,7 @@ TEST_P(HistoriesTest, KeepEveryPromise) {
   int64_t faults = 0;
   int failed = 0;
   for (int64_t i = 0; i < kEach && failed < 3; ++i) {
+    EndHistory();
     const uint64_t seed = static_cast<uint64_t>(GetParam() * kEach + i + 1);
     const Outcome outcome = World(seed, Odds(), Planted::kNone, nullptr).Run();
     commits += outcome.commits;

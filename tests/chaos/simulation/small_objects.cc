@@ -5,8 +5,12 @@
 // Objects of up to kLargest bytes come from lists, one for each size in steps
 // of kStep, one set of lists for each thread; what is freed goes to the list of
 // the thread that frees it, and nothing goes back to the system. Bigger ones
-// are malloc's. Under sanitizers there is nothing here: they want to see every
-// allocation.
+// are malloc's. Between histories the lists are thrown away and the chunks are
+// used again from the first on, where nothing in them is alive: else every
+// history would find its memory more scattered than the one before. Under
+// sanitizers there is nothing here: they want to see every allocation.
+
+#include "tests/chaos/simulation/small_objects.h"
 
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
@@ -42,6 +46,25 @@ struct Free {
 
 thread_local Free* free_objects[kSizes];
 
+// Of the chunk that is given away now, of each size: what was never in a list.
+struct Bump {
+  char* next = nullptr;
+  char* end = nullptr;
+};
+thread_local Bump bumps[kSizes];
+
+// The chunks of each size that this thread took since its first EndHistory, in
+// order, and the next one to be used again. Index 0 is none: it is taken
+// before.
+thread_local uint16_t first_chunks[kSizes];
+thread_local uint16_t last_chunks[kSizes];
+thread_local uint16_t again[kSizes];
+uint16_t next_of_size[size_t{1} << 16];
+// Chunks before this one may hold what lives for ever.
+thread_local size_t base_chunk = 0;
+// Objects in later ones that are alive.
+thread_local int64_t alive = 0;
+
 std::atomic<char*> first{nullptr};
 std::atomic<size_t> next_chunk{0};
 uint8_t size_of_chunk[kChunks];
@@ -58,24 +81,29 @@ char* Reserve() {
   return static_cast<char*>(room);
 }
 
-// Null when there is no room.
-void* Refill(size_t size) {
+// False when there is no room.
+bool Refill(size_t size) {
   char* base = first.load(std::memory_order_acquire);
   if (base == nullptr) base = Reserve();
-  if (base == nullptr) return nullptr;
-  const size_t chunk = next_chunk.fetch_add(1, std::memory_order_relaxed);
-  if (chunk >= kChunks) return nullptr;
-  size_of_chunk[chunk] = static_cast<uint8_t>(size);
-  const size_t bytes = size * kStep;
-  char* const begin = base + chunk * kChunk;
-  Free* list = nullptr;
-  for (size_t i = kChunk / bytes; i-- > 1;) {
-    Free* object = reinterpret_cast<Free*>(begin + i * bytes);
-    object->next = list;
-    list = object;
+  if (base == nullptr) return false;
+  size_t chunk = again[size];
+  if (chunk != 0) {
+    again[size] = next_of_size[chunk];
+  } else {
+    chunk = next_chunk.fetch_add(1, std::memory_order_relaxed);
+    if (chunk >= kChunks) return false;
+    size_of_chunk[chunk] = static_cast<uint8_t>(size);
+    if (base_chunk != 0) {
+      const auto index = static_cast<uint16_t>(chunk);
+      (first_chunks[size] == 0 ? first_chunks[size]
+                               : next_of_size[last_chunks[size]]) = index;
+      last_chunks[size] = index;
+    }
   }
-  free_objects[size] = list;
-  return begin;
+  const size_t bytes = size * kStep;
+  bumps[size].next = base + chunk * kChunk;
+  bumps[size].end = bumps[size].next + kChunk / bytes * bytes;
+  return true;
 }
 
 void* FromMalloc(size_t bytes) {
@@ -94,10 +122,15 @@ void* Allocate(size_t bytes) {
   Free* object = free_objects[size];
   if (object != nullptr) {
     free_objects[size] = object->next;
+    ++alive;
     return object;
   }
-  void* memory = Refill(size);
-  return memory != nullptr ? memory : FromMalloc(bytes);
+  Bump& bump = bumps[size];
+  if (bump.next == bump.end && !Refill(size)) return FromMalloc(bytes);
+  ++alive;
+  void* memory = bump.next;
+  bump.next += size * kStep;
+  return memory;
 }
 
 void Release(void* memory) {
@@ -106,10 +139,14 @@ void Release(void* memory) {
   const size_t offset =
       static_cast<size_t>(static_cast<const char*>(memory) - base);
   if (base == nullptr || offset >= kChunk * kChunks) return std::free(memory);
+  const size_t chunk = offset / kChunk;
+  // What was there before the first history ends stays out of use.
+  if (chunk < base_chunk) return;
   Free* object = static_cast<Free*>(memory);
-  const size_t size = size_of_chunk[offset / kChunk];
+  const size_t size = size_of_chunk[chunk];
   object->next = free_objects[size];
   free_objects[size] = object;
+  --alive;
 }
 
 }  // namespace
@@ -120,5 +157,39 @@ void operator delete(void* memory) noexcept { Release(memory); }
 void operator delete[](void* memory) noexcept { Release(memory); }
 void operator delete(void* memory, size_t) noexcept { Release(memory); }
 void operator delete[](void* memory, size_t) noexcept { Release(memory); }
+
+namespace weightsync {
+namespace simulation {
+
+void EndHistory() {
+  // What a program adds up over histories begins to live in one of the first
+  // hundred, and stays.
+  thread_local int kept = 0;
+  if (base_chunk != 0 && alive != 0 && ++kept < 100) return;
+  const bool anew = base_chunk == 0 || alive != 0;
+  for (size_t size = 0; size < kSizes; ++size) {
+    free_objects[size] = nullptr;
+    bumps[size] = Bump();
+    if (anew) first_chunks[size] = 0;
+    again[size] = first_chunks[size];
+  }
+  if (!anew) return;
+  base_chunk = next_chunk.load(std::memory_order_relaxed);
+  alive = 0;
+  kept = 0;
+}
+
+}  // namespace simulation
+}  // namespace weightsync
+
+#else
+
+namespace weightsync {
+namespace simulation {
+
+void EndHistory() {}
+
+}  // namespace simulation
+}  // namespace weightsync
 
 #endif  // WEIGHTSYNC_SANITIZED
