@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import socket
+import traceback
 import warnings
 
 import numpy
@@ -209,9 +210,6 @@ def test_cuda_is_refused_by_name_unless_bounced(address, model):
         def device(self):
             return torch.device("cuda", 1)
 
-    class Part(tensors.Part):
-        pass
-
     part = tensors.Part("w", weightsync.DType.F32, (2,), None, None, torch.zeros(2).as_subclass(OnDevice))
     assert part.on_device() and not part.in_place()
     with weightsync.Trainer(model, address=address) as trainer:
@@ -309,22 +307,51 @@ def free_port():
         return found.getsockname()[1]
 
 
-def _start(rank, world, port, function, arguments):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+WORLD = 4
+
+
+def _serve_rank(rank, port, work, answers):
+    """A rank that does what it is given until it is given None."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    try:
-        function(rank, world, *arguments)
-    finally:
-        torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=WORLD)
+    while (given := work.get()) is not None:
+        function, arguments = given
+        try:
+            function(rank, WORLD, *arguments)
+            answers.put((rank, None))
+        except BaseException:  # noqa: BLE001  the test says it
+            answers.put((rank, traceback.format_exc()))
+    torch.distributed.destroy_process_group()
 
 
-def on_ranks(world, function, *arguments):
-    """Runs `function(rank, world, …)` in processes that have a process group; what one raises fails."""
-    torch.multiprocessing.spawn(
-        _start, args=(world, free_port(), function, arguments), nprocs=world, join=True, start_method="spawn"
-    )
+@pytest.fixture(scope="module")
+def on_ranks():
+    """Calls a function in four processes that have a process group: importing torch is what takes time."""
+    context = torch.multiprocessing.get_context("spawn")
+    answers, port = context.Queue(), free_port()
+    work = [context.Queue() for _ in range(WORLD)]
+    processes = [
+        context.Process(target=_serve_rank, args=(rank, port, work[rank], answers), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for process in processes:
+        process.start()
+
+    def call(function, *arguments):
+        for queue in work:
+            queue.put((function, arguments))
+        for _ in range(WORLD):
+            rank, problem = answers.get(timeout=120)
+            assert problem is None, f"rank {rank}:\n{problem}"
+
+    yield call
+    for queue in work:
+        queue.put(None)
+    for process in processes:
+        process.join(30)
+        process.kill()
 
 
 def check_against_whole(name, held, whole):
@@ -363,8 +390,8 @@ def _dtensors(rank, world):
     assert error.value.reason == "PARTIAL_PLACEMENT" and "w:" in str(error.value)
 
 
-def test_dtensors():
-    on_ranks(4, _dtensors)
+def test_dtensors(on_ranks):
+    on_ranks(_dtensors)
 
 
 def seeded():
@@ -408,8 +435,8 @@ def _fsdp2(rank, world, address, model):
             worker.close()
 
 
-def test_fsdp2(address, model):
-    on_ranks(3, _fsdp2, address, model)
+def test_fsdp2(on_ranks, address, model):
+    on_ranks(_fsdp2, address, model)
 
 
 def _fsdp_over_tp(rank, world):
@@ -436,8 +463,8 @@ def _fsdp_over_tp(rank, world):
             assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
 
 
-def test_fsdp_over_tensor_parallelism():
-    on_ranks(4, _fsdp_over_tp)
+def test_fsdp_over_tensor_parallelism(on_ranks):
+    on_ranks(_fsdp_over_tp)
 
 
 def _fsdp1(rank, world):
@@ -454,5 +481,5 @@ def _fsdp1(rank, world):
         assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
 
 
-def test_fsdp1():
-    on_ranks(3, _fsdp1)
+def test_fsdp1(on_ranks):
+    on_ranks(_fsdp1)
