@@ -52,7 +52,6 @@ readonly PACKAGES=(
   # Tests: a client in another language.
   ruby
   ruby-grpc
-  ruby-grpc-tools
   # Trying things out.
   curl
   jq
