@@ -400,6 +400,38 @@ def test_swapping_between_two_sets(address, model):
     assert [event[0] for event in engine.seen] == ["resume", "resume"]
 
 
+def test_a_gate_waits_for_the_steps_that_run():
+    gate, inside, leave = weightsync.Gate(), threading.Event(), threading.Event()
+
+    def step():
+        with gate:
+            inside.set()
+            assert leave.wait(20)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert inside.wait(20)
+    request = weightsync.PauseRequest("u", 1, weightsync.PauseMode.DRAIN, 0.05)
+    with pytest.raises(TimeoutError) as error:
+        gate.pause(request)
+    assert error.value.reason == "STEP_TOO_LONG"
+    leave.set()
+    assert "after 1 steps" in gate.pause(weightsync.PauseRequest("u", 1, weightsync.PauseMode.DRAIN, 20))
+    entered = threading.Event()
+
+    def late():
+        with gate:
+            entered.set()
+
+    waiting = threading.Thread(target=late)
+    waiting.start()
+    assert not entered.wait(0.05) and gate.paused
+    gate.resume(weightsync.ResumeInfo("u", 7, 0, True, weightsync.PauseMode.DRAIN))
+    assert entered.wait(20) and gate.version == 7
+    thread.join()
+    waiting.join()
+
+
 # ---- Memory that the client owns ----
 
 

@@ -35,6 +35,7 @@ from .errors import (
     UnimplementedError,
     WeightsyncError,
 )
+from .gate import Gate
 from .tensors import Component, Shard
 from .trainer import Progress, Publication, Result, Trainer
 from .worker import Applied, Installed, PauseRequest, Replica, ResumeInfo, Worker
@@ -61,6 +62,7 @@ __all__ = [
     "DeadlineExceededError",
     "DeliveryPolicy",
     "FailedPreconditionError",
+    "Gate",
     "Installed",
     "InstalledState",
     "InvalidArgumentError",
