@@ -233,6 +233,21 @@ def test_a_load_callback_takes_every_tensor(address, model):
     pool.shutdown()
 
 
+def test_a_loader_may_take_everything_at_once(address, model):
+    calls = []
+
+    def load_weights(pairs):
+        calls.append({name: tensor.copy() for name, tensor in pairs})
+
+    with weightsync.Trainer(model, address=address) as trainer:
+        trainer.register(weights(1))
+        with weightsync.Worker(model, "r", load_weights=load_weights, views="numpy", address=address) as worker:
+            worker.wait_registered()
+            trainer.publish().wait(60)
+            trainer.publish(tensors=weights(2)).wait(60)
+    assert len(calls) == 2 and same(calls[0], weights(1)) and same(calls[1], weights(2))
+
+
 def test_what_a_loader_raises_leaves_a_mix_until_it_works(address, model):
     attempts, applied = [], []
 

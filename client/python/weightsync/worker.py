@@ -284,6 +284,8 @@ class Worker:
       weights: what to fill. With `load`: names with (shape, type), or None for all of the model, which is then
         asked for at the daemon for up to `catalog_timeout` seconds.
       load: see above. `views`: "numpy" or "torch".
+      load_weights: the same for loaders that take everything at once: called once per update with an iterable of
+        (name, tensor); may return a future.
       index, workers, incarnation: of a replica of several workers.
       names: rules from the engine's names to the model's (weightsync.names).
       policy: "strict": the daemon refuses a worker that wants what the trainers do not have
@@ -305,6 +307,7 @@ class Worker:
         weights: Optional[Union[tensors.Weights, Mapping[str, Spec], Iterable[Tuple[str, Spec]]]] = None,
         *,
         load: Optional[Callable[[str, Any], Any]] = None,
+        load_weights: Optional[Callable[[Iterable[Tuple[str, Any]]], Any]] = None,
         views: Optional[str] = None,
         index: int = 0,
         workers: int = 1,
@@ -345,7 +348,10 @@ class Worker:
         self.replica: Optional[Replica] = None
         self._address = address
         self._hooks = _Loop(loop)
-        self._load = load
+        if load is not None and load_weights is not None:
+            raise invalid("OPTION_UNKNOWN", "Give load or load_weights, not both.")
+        self._load_weights = load_weights
+        self._load = load if load_weights is None else (lambda _name, view: view)
         self._load_timeout = load_timeout
         self._loading: List[Tuple[str, Any]] = []
         self._on_applied = on_applied
@@ -354,7 +360,7 @@ class Worker:
         self.incarnation = incarnation or _capi.random_id()
 
         catalog: Optional[Dict[str, Any]] = None
-        if policy == "warn" or (load is not None and weights is None):
+        if policy == "warn" or (self._load is not None and weights is None):
             catalog = self._catalog(catalog_timeout)
         parts = self._targets(weights, catalog, views, names, bounce)
         if policy == "warn":
@@ -551,7 +557,9 @@ class Worker:
     def _load_all(self, _update_id: bytes, _version: int, _answer: int) -> None:
         deadline = time.monotonic() + self._load_timeout
         pending = []
-        for name, call in self._loading:
+        if self._load_weights is not None:
+            pending.append(("the weights", self._load_weights((name, call()) for name, call in self._loading)))
+        for name, call in self._loading if self._load_weights is None else ():
             result = call()
             if result is not None:
                 pending.append((name, result))
