@@ -18,10 +18,9 @@ import torch.distributed
 import torch.multiprocessing
 import weightsync
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from weightsync import WeightsyncError, sharding, tensors
+from weightsync import sharding, tensors
 
 import cluster
 

@@ -309,7 +309,9 @@ def named_tensors(weights: Weights) -> Iterator[Tuple[str, Any]]:
     """(name, tensor) of a state_dict, a torch module or an iterable of pairs."""
     if hasattr(weights, "state_dict") and hasattr(weights, "named_parameters"):
         # DDP's wrapper adds "module." to names.
-        inner = weights.module if type(weights).__name__ == "DistributedDataParallel" else weights
+        inner: Any = weights
+        if type(weights).__name__ == "DistributedDataParallel":
+            inner = inner.module
         for name, value in inner.state_dict().items():
             # What get_extra_state returns may be anything.
             if is_torch(value):

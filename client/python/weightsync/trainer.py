@@ -297,7 +297,7 @@ class Trainer:
         self._handle.check("allocate", size, timeout, ctypes.byref(found))
         buffer = (ctypes.c_char * size).from_address(found.data)
         buffer.owner = self._handle  # type: ignore[attr-defined]
-        arena = _Arena(numpy.frombuffer(buffer, dtype=numpy.uint8), found.data)
+        arena = _Arena(numpy.frombuffer(memoryview(buffer), dtype=numpy.uint8), found.data)
         self._arenas.append(arena)
         return arena
 

@@ -109,7 +109,7 @@ class WorkerExtension:
                 pairs,
             )
 
-        self._weightsync_worker = Worker(
+        self._weightsync_worker: Optional[Worker] = Worker(
             model,
             replica,
             load_weights=load_weights,
@@ -123,6 +123,7 @@ class WorkerExtension:
         return index
 
     def weightsync_wait_registered(self, timeout: float = 60.0) -> None:
+        assert self._weightsync_worker is not None
         self._weightsync_worker.wait_registered(timeout)
 
     def weightsync_version(self) -> int:
@@ -132,6 +133,7 @@ class WorkerExtension:
 
     def weightsync_dropped(self) -> None:
         """After sleep level 2 and wake_up: the newest version is installed again."""
+        assert self._weightsync_worker is not None
         self._weightsync_worker.mark_dropped()
 
     def weightsync_stop(self) -> None:
@@ -338,11 +340,12 @@ _Init: Any = object
 _Update: Any = object
 if "vllm" in sys.modules:
     try:
-        from vllm.distributed.weight_transfer.base import WeightTransferEngine as _Engine
-        from vllm.distributed.weight_transfer.base import WeightTransferInitInfo as _Init
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo as _Update
+        from vllm.distributed.weight_transfer import base as _base
     except ImportError:
         pass
+    else:
+        _Engine, _Init = _base.WeightTransferEngine, _base.WeightTransferInitInfo
+        _Update = _base.WeightTransferUpdateInfo
 
 
 @dataclasses.dataclass
