@@ -41,11 +41,17 @@ readonly PACKAGES=(
   procps
   # Tests: the model of the protocol.
   spin
-  # The Python client.
+  # The Python client; Debian's own gRPC for Python, which its stubs must run with.
+  binutils
   python3-dev
+  python3-grpcio
   python3-numpy
+  python3-protobuf
   python3-pytest
   python3-venv
+  # Tests: a client in another language.
+  ruby
+  ruby-grpc
   # Trying things out.
   curl
   jq

@@ -151,13 +151,16 @@ make_venv() {
   "$PYTHON" -m venv "$VENV" &&
     "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-deps \
       --requirement tests/requirements.txt &&
+    "$PYTHON" tests/torch_without_cuda.py "$VENV"/lib/python3*/site-packages &&
     cp tests/requirements.txt "$stamp"
 }
 
 # What the Python tests and the benchmarks start.
 build_programs() {
-  bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl //tests/e2e/... //tests/readme/... \
-    //tests/bench/... //tests/chaos/...
+  bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl //client/cc:libweightsync.so \
+    //tests/e2e/... //tests/readme/... //tests/bench/... //tests/chaos/...
+  "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+    --force-reinstall ./client/python
 }
 
 heading "dependencies"

@@ -71,6 +71,8 @@ class FakeDaemon {
       on_wait;
   std::function<grpc::Status(const v1::PrepareRequest&, v1::PrepareResponse*)>
       on_prepare;
+  std::function<grpc::Status(const v1::GetVersionRequest&, v1::Version*)>
+      on_get_version;
 
   // What the next trainer is told; "session-1" otherwise.
   void SetSession(const std::string& session) { session_ = session; }
@@ -215,6 +217,11 @@ class FakeDaemon {
                          const v1::PrepareRequest* request,
                          v1::PrepareResponse* response) override {
       return daemon->on_prepare(*request, response);
+    }
+    grpc::Status GetVersion(grpc::ServerContext*,
+                            const v1::GetVersionRequest* request,
+                            v1::Version* response) override {
+      return daemon->on_get_version(*request, response);
     }
     FakeDaemon* const daemon;
   };

@@ -1,13 +1,17 @@
 #include "client/cc/trainer.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "client/cc/lease.h"
@@ -53,6 +57,38 @@ class Trainer::Impl {
     absl::MutexLock lock(&mutex_);
     arenas_.push_back(*made);
     return made->arena;
+  }
+
+  absl::Status UseSharedMemory(const SharedMemory& memory) {
+    if (memory.name.empty() || memory.name[0] != '/') {
+      return ErrorStatus(absl::StatusCode::kInvalidArgument,
+                         "MEMORY_NAME_INVALID",
+                         absl::StrCat("\"", memory.name,
+                                      "\" is no name of shared memory: give "
+                                      "the one of shm_open, with its slash."));
+    }
+    if (memory.data == nullptr || memory.size_bytes <= 0) {
+      return ErrorStatus(absl::StatusCode::kInvalidArgument,
+                         "MEMORY_SIZE_INVALID",
+                         absl::StrCat(memory.name,
+                                      ": say where it is mapped, and how many "
+                                      "bytes of it (",
+                                      memory.size_bytes, ")."));
+    }
+    absl::MutexLock lock(&mutex_);
+    const char* data = static_cast<const char*>(memory.data);
+    ForgetLocked([&](const SharedMemory& known) {
+      const char* begin = static_cast<const char*>(known.data);
+      return begin < data + memory.size_bytes &&
+             data < begin + known.size_bytes;
+    });
+    shared_.push_back(memory);
+    return absl::OkStatus();
+  }
+
+  void ForgetSharedMemory(const void* data) {
+    absl::MutexLock lock(&mutex_);
+    ForgetLocked([&](const SharedMemory& known) { return known.data == data; });
   }
 
   absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
@@ -129,6 +165,26 @@ class Trainer::Impl {
         return status;
       }
     }
+  }
+
+  absl::StatusOr<v1::Version> Progress(const PublishResult& published,
+                                       absl::Time deadline) {
+    v1::GetVersionRequest request;
+    request.set_name(published.version_name);
+    v1::Version version;
+    const absl::Status status =
+        Call("GetVersion", deadline, [&](grpc::ClientContext* context) {
+          return admin_->GetVersion(context, request, &version);
+        });
+    if (!status.ok()) return status;
+    if (!published.update_id.empty() &&
+        version.update_id() != published.update_id) {
+      return ErrorStatus(
+          absl::StatusCode::kNotFound, "VERSION_UNKNOWN",
+          absl::StrCat(published.version_name, " is another update by now (",
+                       version.update_id(), ")."));
+    }
+    return version;
   }
 
   absl::StatusOr<v1::PrepareResponse> Prepare(absl::Time deadline) {
@@ -274,18 +330,8 @@ class Trainer::Impl {
         region->set_size_bytes(mapped.arena.size_bytes);
       }
       for (const Tensor& shard : shards) {
-        const int region = RegionOf(shard);
-        if (region < 0) {
-          return ErrorStatus(
-              absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
-              absl::StrCat(
-                  shard.name,
-                  ": its memory does not lie in an arena of this "
-                  "trainer; place tensors in AllocateArena's memory."));
-        }
-        *request.add_shards() = ToTensorShard(
-            shard, region,
-            static_cast<char*>(shard.data) - arenas_[region].arena.data);
+        const absl::Status status = AddShard(shard, &request);
+        if (!status.ok()) return status;
       }
     }
     v1::RegisterShardsResponse response;
@@ -366,18 +412,53 @@ class Trainer::Impl {
     return session_;
   }
 
-  // Index into arenas_ and so into the regions; -1 when it lies in none.
-  int RegionOf(const Tensor& shard) const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+  // The first regions of `request` are arenas_; shared memory that no shard
+  // lies in is not named.
+  absl::Status AddShard(const Tensor& shard,
+                        v1::RegisterShardsRequest* request) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
     const char* data = static_cast<const char*>(shard.data);
     const int64_t span = SpanBytes(shard);
+    const auto holds = [&](const void* begin, int64_t bytes) {
+      const int64_t offset = data - static_cast<const char*>(begin);
+      return offset >= 0 && span <= bytes && offset <= bytes - span;
+    };
     for (size_t i = 0; i < arenas_.size(); ++i) {
       const TrainerArena& arena = arenas_[i].arena;
-      if (data >= arena.data && span <= arena.size_bytes &&
-          data - arena.data <= arena.size_bytes - span) {
-        return static_cast<int>(i);
-      }
+      if (!holds(arena.data, arena.size_bytes)) continue;
+      *request->add_shards() =
+          ToTensorShard(shard, static_cast<int>(i), data - arena.data);
+      return absl::OkStatus();
     }
-    return -1;
+    for (const SharedMemory& memory : shared_) {
+      if (!holds(memory.data, memory.size_bytes)) continue;
+      int region = static_cast<int>(arenas_.size());
+      while (region < request->regions_size() &&
+             request->regions(region).memory().posix_shm().name() !=
+                 memory.name) {
+        ++region;
+      }
+      if (region == request->regions_size()) {
+        v1::MemoryRegion* added = request->add_regions();
+        added->mutable_memory()->mutable_posix_shm()->set_name(memory.name);
+        added->set_size_bytes(memory.size_bytes);
+      }
+      *request->add_shards() = ToTensorShard(
+          shard, region, data - static_cast<const char*>(memory.data));
+      return absl::OkStatus();
+    }
+    return ErrorStatus(
+        absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
+        absl::StrCat(shard.name,
+                     ": its memory is none that the daemon can open; place "
+                     "tensors in AllocateArena's memory, or name the shared "
+                     "memory that they lie in (UseSharedMemory)."));
+  }
+
+  template <typename Fn>
+  void ForgetLocked(Fn which) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    shared_.erase(std::remove_if(shared_.begin(), shared_.end(), which),
+                  shared_.end());
   }
 
   absl::Status LeaseStatus() const {
@@ -451,12 +532,42 @@ class Trainer::Impl {
   mutable absl::Mutex mutex_;
   std::string session_ ABSL_GUARDED_BY(mutex_);
   std::vector<MappedArena> arenas_ ABSL_GUARDED_BY(mutex_);
+  std::vector<SharedMemory> shared_ ABSL_GUARDED_BY(mutex_);
   // Not OK once the lease has ended.
   absl::Status ended_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<grpc::ClientContext*> running_ ABSL_GUARDED_BY(mutex_);
 
   TrainerLease lease_;
 };
+
+absl::StatusOr<std::string> SharedMemoryName(int fd) {
+  constexpr absl::string_view kFolder = "/dev/shm/";
+  const auto unnamed = [](absl::string_view why) {
+    return ErrorStatus(absl::StatusCode::kInvalidArgument, "MEMORY_UNNAMED",
+                       absl::StrCat("The descriptor ", why,
+                                    ": place the tensors in an arena, or in "
+                                    "shared memory that keeps its name."));
+  };
+  struct stat held;
+  if (fstat(fd, &held) != 0) return unnamed("is not open");
+  char path[PATH_MAX];
+  const ssize_t length =
+      readlink(absl::StrCat("/proc/self/fd/", fd).c_str(), path, sizeof(path));
+  const absl::string_view link(path, std::max<ssize_t>(length, 0));
+  if (!absl::StartsWith(link, kFolder) || held.st_nlink == 0) {
+    return unnamed(held.st_nlink == 0 ? "is of memory without a name"
+                                      : "is of no shared memory of POSIX");
+  }
+  const std::string name = absl::StrCat("/", absl::StripPrefix(link, kFolder));
+  struct stat named;
+  // Another may have taken its place.
+  if (name.find('/', 1) != std::string::npos ||
+      stat(std::string(link).c_str(), &named) != 0 ||
+      named.st_dev != held.st_dev || named.st_ino != held.st_ino) {
+    return unnamed("is of memory whose name is gone");
+  }
+  return name;
+}
 
 absl::StatusOr<std::unique_ptr<Trainer>> Trainer::Connect(
     TrainerOptions options) {
@@ -491,6 +602,16 @@ absl::StatusOr<PublishResult> Trainer::Publish(const PublishOptions& options) {
 absl::StatusOr<v1::Version> Trainer::Wait(const PublishResult& published,
                                           absl::Duration timeout) {
   return impl_->Wait(published, absl::Now() + timeout);
+}
+absl::StatusOr<v1::Version> Trainer::Progress(const PublishResult& published,
+                                              absl::Duration timeout) {
+  return impl_->Progress(published, absl::Now() + timeout);
+}
+absl::Status Trainer::UseSharedMemory(const SharedMemory& memory) {
+  return impl_->UseSharedMemory(memory);
+}
+void Trainer::ForgetSharedMemory(const void* data) {
+  impl_->ForgetSharedMemory(data);
 }
 absl::StatusOr<v1::PrepareResponse> Trainer::Prepare(absl::Duration timeout) {
   return impl_->Prepare(absl::Now() + timeout);

@@ -76,6 +76,22 @@ struct TrainerArena {
   absl::Duration warm_up;
 };
 
+// Memory that the caller made and owns, and that the daemon can open by its
+// name: shared memory of POSIX (shm_open; torch's file_system strategy).
+struct SharedMemory {
+  // As given to shm_open, with its leading slash. It must stay until the shards
+  // in it are registered no more.
+  std::string name;
+  // Where this process has it mapped, from its beginning.
+  void* data = nullptr;
+  int64_t size_bytes = 0;
+};
+
+// The name of the shared memory that a descriptor is of.
+//   INVALID_ARGUMENT  MEMORY_UNNAMED: it has none (a memfd, or unlinked
+//   already), or is no shared memory: place the tensors in an arena.
+absl::StatusOr<std::string> SharedMemoryName(int fd);
+
 struct PublishOptions {
   // Above every version before, or 0: the server counts on.
   int64_t version = 0;
@@ -123,12 +139,22 @@ class Trainer {
   absl::StatusOr<TrainerArena> AllocateArena(
       int64_t size_bytes, absl::Duration timeout = absl::Minutes(2));
 
+  // Says that tensors may lie in this memory, too. They are read behind a
+  // guard: when it shrinks or goes away under a copy, that publish fails
+  // (SOURCE_MEMORY_LOST). Nothing is checked before RegisterShards, which
+  // answers MEMORY_UNKNOWN, MEMORY_DENIED (another user's) or
+  // MEMORY_OUT_OF_RANGE. Where it overlaps memory that was named before, this
+  // takes its place.
+  //   INVALID_ARGUMENT  MEMORY_SIZE_INVALID, MEMORY_NAME_INVALID.
+  absl::Status UseSharedMemory(const SharedMemory& memory);
+  // Takes it back; shards in it stay registered until RegisterShards.
+  void ForgetSharedMemory(const void* data);
+
   // Says which part of which parameter lies where. `data` of each must lie in
-  // one of the arenas, whole. Replaces what was registered before. A rank may
-  // hold none.
+  // one of the arenas or in shared memory that was named, whole. Replaces what
+  // was registered before. A rank may hold none.
   //   INVALID_ARGUMENT  those of CheckTensors; MEMORY_OUT_OF_RANGE: a shard
-  //   does not
-  //     lie in an arena of this trainer.
+  //   does not lie in memory of this trainer.
   //   Everything that RegisterShards answers.
   absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
       const std::vector<Tensor>& shards,
@@ -146,6 +172,13 @@ class Trainer {
   //   is.
   absl::StatusOr<v1::Version> Wait(const PublishResult& published,
                                    absl::Duration timeout);
+
+  // Where the update stands now, whatever its state.
+  //   NOT_FOUND  VERSION_UNKNOWN: forgotten, or its number was taken by another
+  //   update.
+  absl::StatusOr<v1::Version> Progress(
+      const PublishResult& published,
+      absl::Duration timeout = absl::Seconds(10));
 
   // Joins groups and reserves memory ahead of the first publish, once all ranks
   // have registered: it waits for them. Idempotent; every rank may call it.

@@ -44,6 +44,10 @@ absl::Status CheckSpare(const WorkerOptions& options,
                         const std::vector<Tensor>& tensors,
                         const std::vector<Tensor>& spare) {
   if (spare.empty() && !options.swap) return absl::OkStatus();
+  if (options.load) {
+    return ErrorStatus(absl::StatusCode::kInvalidArgument, "SWAP_INVALID",
+                       "A worker swaps its weights or loads them, not both.");
+  }
   const auto invalid = [](absl::string_view why) {
     return ErrorStatus(absl::StatusCode::kInvalidArgument, "SWAP_INVALID",
                        absl::StrCat("A worker that swaps its weights ", why));
@@ -384,6 +388,10 @@ class Worker::Impl {
       const absl::Status status = options_.swap(set, apply.update_id());
       if (!status.ok()) return status;
       serving_ = set;
+    } else if (options_.load) {
+      const absl::Status status =
+          options_.load(apply.update_id(), apply.version());
+      if (!status.ok()) return status;
     }
     SetInstalled(MakeState(v1::InstalledState::STATE_INSTALLED, apply));
     return absl::OkStatus();

@@ -94,6 +94,13 @@ struct WorkerOptions {
   // once. Nothing is written into the other set before that on_resume has
   // succeeded. Not OK: the other one still serves.
   std::function<absl::Status(int set, const std::string& update_id)> swap;
+  // Called on the copying thread when the tensors hold the update whole, before
+  // it counts as installed and the daemon is told: an engine that takes its
+  // weights over from them (a loader) does so here, and waits until it has. Not
+  // OK: what it holds is a mix; WRITING stands and the update is applied again.
+  // Not of a worker that swaps.
+  std::function<absl::Status(const std::string& update_id, int64_t version)>
+      load;
   // Called on the copying thread when the tensors are about to become a mix:
   // after the daemon was told, before the first byte.
   std::function<void(const std::string& update_id)> on_writing;

@@ -19,6 +19,9 @@
 #                              those predicted: by the cost model for links as fast as plain
 #                              sockets were just before; and (…_learned) by the daemon, from
 #                              the updates before
+#             peer_gloo_1      the work of one_hop, and (peer_gloo_4) that of fanout_4, done by
+#             peer_gloo_4      torch.distributed's gloo broadcast in the same minutes: our seconds,
+#                              gloo's, and gloo's over ours. Needs the .venv of tests/run.sh.
 #             daemon_memory    resident bytes of the daemon of same_node_stage beyond its arenas
 #             plan_deepseek plan_growth replan   time to plan; nothing moves
 #             Without names: all.
@@ -36,9 +39,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 readonly ALL=(same_node_stage same_node_stage_tensors same_node_stream pause stall
   daemon_memory one_hop fanout_1 fanout_2 fanout_4
   predict_one_hop predict_fanout_1 predict_fanout_2 predict_fanout_4
+  peer_gloo_1 peer_gloo_4
   plan_deepseek plan_growth replan)
 readonly SMOKE=(same_node_stage same_node_stream pause stall daemon_memory one_hop fanout_2
-  predict_fanout_2 plan_growth)
+  predict_fanout_2 peer_gloo_1 plan_growth)
 readonly PORT=7670
 readonly SINK_PORT=7000
 
@@ -81,6 +85,8 @@ fi
 readonly DAEMON=bazel-bin/daemon/weightsyncd
 readonly BENCH=bazel-bin/tests/bench/product_bench
 readonly PLAN_BENCH=bazel-bin/tests/bench/plan_bench
+readonly VENV_PYTHON=.venv/bin/python
+readonly GLOO_PORT=7100
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/weightsync-bench.XXXXXX") || exit 1
 results=$work/results
@@ -271,6 +277,46 @@ over_network() {
   return $status
 }
 
+# Seconds of gloo's broadcast to $1 receivers of $2 bytes, median of $3.
+gloo() {
+  local receivers=$1 bytes=$2 count=$3 i pids=() out=$work/gloo
+  for ((i = receivers; i >= 0; --i)); do
+    $(inside "$i") "$VENV_PYTHON" tests/bench/gloo_peer.py "$i" $((receivers + 1)) "$(address 0)" \
+      "$GLOO_PORT" "$bytes" "$count" >"$out$i" 2>"$out$i.log" 9>&- &
+    pids+=($!)
+  done
+  local status=0 pid
+  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+  if ((status != 0)); then
+    tail -n 5 "$out"*.log >&2
+    return 1
+  fi
+  cat "${out}0"
+}
+
+# One line of ours beside gloo's, measured before and after ours; the faster of the two counts.
+peer_gloo() {
+  local receivers=$1 rate=$2 bytes=$3 count=${runs:-5} before after ours
+  make_network $((receivers + 1)) "$rate" && before=$(gloo "$receivers" "$bytes" "$count") || return 1
+  tear_down
+  local keep=$results
+  results=$work/peer
+  : >"$results"
+  names+=(peer_ours)
+  over_network peer_ours "$receivers" "$rate" "$bytes" seconds "$count"
+  local status=$?
+  results=$keep
+  unset 'names[-1]'
+  ((status == 0)) || return 1
+  # The daemons stay; they have nothing to do.
+  after=$(gloo "$receivers" "$bytes" "$count") || return 1
+  ours=$(jq -r .value "$work/peer")
+  jq -cn --arg bench "peer_gloo_$receivers" --argjson ours "$ours" --argjson a "$before" --argjson b "$after" \
+    --argjson runs "$count" '([$a, $b] | min) as $gloo | {bench: $bench, value: $ours, unit: "s",
+      floor: ($gloo * 1e4 | round / 1e4), floor_unit: "s gloo broadcast; ratio is gloo / ours",
+      ratio: ($gloo / $ours * 1e4 | round / 1e4), runs: $runs}' >>"$results"
+}
+
 plan() {
   "$PLAN_BENCH" "$1" >>"$results"
 }
@@ -321,6 +367,18 @@ for name in "${names[@]}"; do
         over_network "$name" 1 "" "${sizes[0]}" transfer 9
       else
         over_network "$name" "${name#fanout_}" 1gbit "${sizes[1]}" seconds 5
+      fi
+      ;;
+    peer_gloo_*)
+      if ((EUID != 0)) || ! "$VENV_PYTHON" -c 'import torch' 2>/dev/null; then
+        echo "run.sh: $name is left out: it needs root, and torch in .venv (tests/run.sh)" >&2
+        if [[ -z "$smoke" ]]; then failed=1; fi
+        continue
+      fi
+      if [[ $name == peer_gloo_1 ]]; then
+        peer_gloo 1 "" "${sizes[0]}"
+      else
+        peer_gloo "${name#peer_gloo_}" 1gbit "${sizes[1]}"
       fi
       ;;
     plan_* | replan) plan "$name" ;;

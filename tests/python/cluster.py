@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -26,7 +27,7 @@ STOP_SECONDS = 20
 class Process:
     """A child whose output goes to a file; `lines()` are those of stdout so far."""
 
-    def __init__(self, name, arguments, directory):
+    def __init__(self, name, arguments, directory, user=None):
         self.name = name
         self.out = directory / f"{name}.out"
         self.log = directory / f"{name}.log"
@@ -36,7 +37,8 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,
-                cwd=ROOT,
+                cwd=ROOT if user is None else directory,
+                user=user,
             )
 
     @property
@@ -102,8 +104,11 @@ class Node:
 class Cluster:
     """Daemons on this machine, the first of them the coordinator. Use it with `with`."""
 
-    def __init__(self, nodes=1, flags=("--store_budget_bytes=2000000000",)):
+    def __init__(self, nodes=1, flags=("--store_budget_bytes=2000000000",), user=None):
         self._flags = list(flags)
+        # Of the daemons; None: of this process.
+        self._user = user
+        self._daemon = DAEMON
         self._count = nodes
         self._stack = contextlib.ExitStack()
         self.nodes = []
@@ -116,6 +121,10 @@ class Cluster:
         self.directory = pathlib.Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-"))
         )
+        if self._user is not None:
+            # What Bazel builds lies where only its user may look.
+            self.directory.chmod(0o777)
+            self._daemon = shutil.copy(DAEMON, self.directory / "weightsyncd")
         try:
             for index in range(self._count):
                 self._start_node(index)
@@ -139,7 +148,8 @@ class Cluster:
         ] + self._flags
         if index > 0:
             flags.append(f"--coordinator_address={self.nodes[0].listen}")
-        process = self.start(name, DAEMON, *flags)
+        process = Process(name, [self._daemon, *flags], self.directory, self._user)
+        self._stack.callback(process.stop)
         wait_until(ready.exists, f"the daemon {name} did not start", processes=[process])
         self.nodes.append(Node(process, json.loads(ready.read_text())))
 

@@ -2,11 +2,13 @@
 
 import re
 import subprocess
+import sys
 
 import cluster
 import readme
 
 EXAMPLES = ["tests/readme/trainer.cc", "tests/readme/worker.cc"]
+PYTHON_EXAMPLES = ["client/python/examples/first_trainer.py", "client/python/examples/first_worker.py"]
 
 
 def test_the_programs_in_the_readme_are_the_ones_that_are_built():
@@ -36,6 +38,26 @@ def test_the_programs_do_what_the_readme_says():
         assert [line for line in worker.lines() if "version 0" not in line] == [
             f"version {i}: weights are {i}" for i in (1, 2, 3)
         ]
+
+
+def test_the_python_programs_are_the_examples_and_do_what_the_readme_says():
+    assert readme.blocks("python") == [
+        (readme.ROOT / path).read_text(encoding="utf-8") for path in PYTHON_EXAMPLES
+    ]
+    trainer, worker = (readme.ROOT / path for path in PYTHON_EXAMPLES)
+    with cluster.Cluster() as here:
+        serving = here.start("worker", sys.executable, worker, here.nodes[0].socket)
+        cluster.wait_until(serving.lines, "the worker does not step", 120, [serving])
+        training = here.start("trainer", sys.executable, trainer, here.nodes[0].socket)
+        assert training.wait(120) == 0, training.story()
+        assert training.lines() == [
+            f"step {i}: every replica serves models/first/versions/{i}" for i in (1, 2, 3)
+        ]
+        cluster.wait_until(
+            lambda: "a step with version 3" in serving.lines(), "it is not at version 3", 30, [serving]
+        )
+        versions = [int(line.rpartition(" ")[2]) for line in serving.lines()]
+        assert versions == sorted(versions)
 
 
 # -name (What it does.) type: string default: "value"

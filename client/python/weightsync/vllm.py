@@ -1,0 +1,450 @@
+"""vLLM as a replica.
+
+Two pieces. In every worker process, WorkerExtension (or TransferEngine) holds a weightsync worker that hands
+whole versions to the model's own loader. Beside the engine, Controller (in its process) or HttpController
+(anywhere) is the replica: it pauses the engine, resumes it, and sees to it that no prefix is used that older
+weights made.
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=…, worker_extension_cls="weightsync.vllm.WorkerExtension"))
+    controller = weightsync.vllm.Controller(engine, "policy", "replica-0")
+    await controller.start()
+
+Written for vLLM 0.16 to 0.33: pause and resume with modes are there since 0.16. TransferEngine is for 0.25 and
+newer, whose weight transfer engines get the model; older ones use the WorkerExtension.
+
+How pauses map: ABORT "abort", DRAIN "wait", KEEP "keep". vLLM's "wait" has no deadline of its own: at that of
+the update the engine is resumed and the pause counts as failed. Blocks of the prefix cache do not know which
+weights made them: with "keep" the caches are cleared at the pause (frozen requests compute theirs again), and
+after every change of weights the prefix cache is reset before the engine runs; a reset that vLLM refuses
+leaves the engine paused, by name (PREFIX_CACHE_IN_USE).
+
+Tensors come whole, under the names of the checkpoint, and vLLM fuses and slices them. Each worker process
+keeps a copy of the model in host memory from which it loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+
+from . import _capi
+from ._http import call_http
+from .enums import PauseMode
+from .errors import DeadlineExceededError, FailedPreconditionError, UnimplementedError
+from .worker import PauseRequest, Replica, ResumeInfo, Worker
+
+MODES = {PauseMode.ABORT: "abort", PauseMode.DRAIN: "wait", PauseMode.KEEP: "keep"}
+
+
+def mode_of(request: PauseRequest) -> str:
+    mode = MODES.get(request.mode)
+    if mode is None:
+        raise UnimplementedError("PAUSE_MODE_UNIMPLEMENTED", f"vLLM knows no pause mode {request.mode.name}.")
+    return mode
+
+
+def load_into(model: Any, vllm_config: Any, device: Any, pairs: Iterable[Tuple[str, Any]]) -> None:
+    """Has the model take a whole version over; its parameters stay where they are (CUDA graphs hold on).
+
+    Uses vLLM's layerwise reload where the release has one: quantised weights are made again from the new
+    ones, and processed values are copied into the storage that was there. A layer of which something is
+    missing keeps old values without an error there, so names are counted here.
+    """
+    import torch
+
+    if getattr(device, "type", None) == "cuda":
+        # This is a thread of weightsync's.
+        torch.cuda.set_device(device)
+    given: List[str] = []
+
+    def counted() -> Iterable[Tuple[str, Any]]:
+        for name, tensor in pairs:
+            given.append(name)
+            yield name, tensor
+
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+    except ImportError:
+        model.load_weights(counted())
+    else:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(vllm_config), torch.no_grad():
+            layerwise.initialize_layerwise_reload(model)
+            model.load_weights(counted())
+            layerwise.finalize_layerwise_reload(model, vllm_config.model_config)
+    if not given:
+        raise FailedPreconditionError("NOTHING_LOADED", "The model's loader took no tensor.")
+    if getattr(device, "type", None) == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class WorkerExtension:
+    """Give it to vLLM as worker_extension_cls: its methods become methods of every worker.
+
+    They are called by Controller and HttpController through collective_rpc.
+    """
+
+    def weightsync_start(
+        self,
+        model: str,
+        replica: str,
+        incarnation: str,
+        workers: int,
+        address: Optional[str] = None,
+        first: int = 0,
+    ) -> int:
+        """Makes the weightsync worker of this process; returns its index. `first`: of this engine's ranks."""
+        self.weightsync_stop()
+        index = first + int(self.rank)  # type: ignore[attr-defined]
+
+        def load_weights(pairs: Iterable[Tuple[str, Any]]) -> None:
+            load_into(
+                self.get_model(),  # type: ignore[attr-defined]
+                self.vllm_config,  # type: ignore[attr-defined]
+                getattr(self, "device", None),
+                pairs,
+            )
+
+        self._weightsync_worker: Optional[Worker] = Worker(
+            model,
+            replica,
+            load_weights=load_weights,
+            views="torch",
+            index=index,
+            workers=workers,
+            incarnation=incarnation,
+            address=address,
+            client="vllm",
+        )
+        return index
+
+    def weightsync_wait_registered(self, timeout: float = 60.0) -> None:
+        assert self._weightsync_worker is not None
+        self._weightsync_worker.wait_registered(timeout)
+
+    def weightsync_version(self) -> int:
+        """What is installed here; 0: what vLLM loaded, or a mix."""
+        worker = getattr(self, "_weightsync_worker", None)
+        return 0 if worker is None else worker.version
+
+    def weightsync_dropped(self) -> None:
+        """After sleep level 2 and wake_up: the newest version is installed again."""
+        assert self._weightsync_worker is not None
+        self._weightsync_worker.mark_dropped()
+
+    def weightsync_stop(self) -> None:
+        worker = getattr(self, "_weightsync_worker", None)
+        if worker is not None:
+            worker.close()
+            self._weightsync_worker = None
+
+
+class _Control:
+    """What both controllers do; `call` methods differ."""
+
+    def __init__(
+        self,
+        model: str,
+        replica: str,
+        *,
+        workers: int,
+        address: Optional[str],
+        on_version: Optional[Callable[[ResumeInfo], Any]],
+        incarnation: Optional[str],
+    ) -> None:
+        self.model = model
+        self.name = replica
+        self.workers = workers
+        self.address = address
+        self.incarnation = incarnation or _capi.random_id()
+        self.replica: Optional[Replica] = None
+        self._on_version = on_version
+
+    def _start_arguments(self) -> Dict[str, Any]:
+        return dict(
+            model=self.model,
+            replica=self.name,
+            incarnation=self.incarnation,
+            workers=self.workers,
+            address=self.address,
+        )
+
+    def _make_replica(self, loop: Optional[asyncio.AbstractEventLoop]) -> Replica:
+        return Replica(
+            self.model,
+            self.name,
+            workers=self.workers,
+            address=self.address,
+            on_pause=self.pause,  # type: ignore[attr-defined]
+            on_resume=self.resume,  # type: ignore[attr-defined]
+            on_version=self._on_version,
+            incarnation=self.incarnation,
+            client="vllm",
+            loop=loop,
+        )
+
+
+def _reset_refused() -> FailedPreconditionError:
+    return FailedPreconditionError(
+        "PREFIX_CACHE_IN_USE",
+        "vLLM did not reset its prefix cache, which older weights made, for blocks of it are in use; the "
+        "engine stays paused. Abort the requests that hold them, or publish again.",
+    )
+
+
+class Controller(_Control):
+    """The replica of an AsyncLLM in this process.
+
+    Args:
+      engine: with pause_generation, resume_generation, reset_prefix_cache and collective_rpc.
+      workers: of the engine: its tensor times pipeline parallel size. None: asked for.
+      on_version: called, while the engine is paused, when it holds another version; may be a coroutine.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        model: str,
+        replica: str,
+        *,
+        workers: Optional[int] = None,
+        address: Optional[str] = None,
+        on_version: Optional[Callable[[ResumeInfo], Any]] = None,
+        incarnation: Optional[str] = None,
+    ) -> None:
+        if workers is None:
+            workers = int(engine.vllm_config.parallel_config.world_size)
+        super().__init__(
+            model, replica, workers=workers, address=address, on_version=on_version, incarnation=incarnation
+        )
+        self.engine = engine
+
+    async def start(self, timeout: float = 60.0) -> None:
+        """Makes the workers and the replica, and waits until the daemon knows them.
+
+        Workers ask the daemon for the model's parameters: its trainers must have registered by `timeout`.
+        """
+        await self.engine.collective_rpc("weightsync_start", timeout=timeout, kwargs=self._start_arguments())
+        self.replica = self._make_replica(asyncio.get_running_loop())
+        await self.engine.collective_rpc("weightsync_wait_registered", timeout=timeout, args=(timeout,))
+        await asyncio.to_thread(self.replica.wait_registered, timeout)
+
+    async def stop(self) -> None:
+        if self.replica is not None:
+            await asyncio.to_thread(self.replica.close)
+        await self.engine.collective_rpc("weightsync_stop")
+
+    async def pause(self, request: PauseRequest) -> str:
+        mode = mode_of(request)
+        clear = bool(request.update_id) and mode == "keep"
+        try:
+            await asyncio.wait_for(
+                self.engine.pause_generation(mode=mode, clear_cache=clear), max(request.timeout - 1, 0.1)
+            )
+        except asyncio.TimeoutError:
+            # It may be half paused: it serves on, with the weights that it has.
+            await self.engine.resume_generation()
+            raise DeadlineExceededError("PAUSE_TOO_LONG", f"vLLM did not pause ({mode}) in time.") from None
+        return f"vLLM paused ({mode})"
+
+    async def resume(self, info: ResumeInfo) -> None:
+        if info.weights_changed and await self.engine.reset_prefix_cache() is False:
+            raise _reset_refused()
+        await self.engine.resume_generation()
+
+
+class HttpController(_Control):
+    """The replica of a vLLM server, over its development endpoints (VLLM_SERVER_DEV_MODE=1).
+
+    They are not protected by the API key: let nobody but this reach them.
+
+    Args:
+      url: of the server, for example "http://127.0.0.1:8000".
+      workers: tensor times pipeline parallel size. None: asked for.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        replica: str,
+        *,
+        workers: Optional[int] = None,
+        address: Optional[str] = None,
+        on_version: Optional[Callable[[ResumeInfo], Any]] = None,
+        incarnation: Optional[str] = None,
+        timeout: float = 60.0,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        if workers is None:
+            workers = int(self._call("GET", "/get_world_size", {"include_dp": "false"})["world_size"])
+        super().__init__(
+            model, replica, workers=workers, address=address, on_version=on_version, incarnation=incarnation
+        )
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        query: Optional[Dict[str, str]] = None,
+        body: Optional[Dict[str, Any]] = None,
+        timeout: Optional[float] = None,
+    ) -> Dict[str, Any]:
+        return call_http(self.url, method, path, query, body, timeout or self.timeout)
+
+    def _rpc(self, method: str, **kwargs: Any) -> Any:
+        body = {"method": method, "kwargs": kwargs, "timeout": self.timeout}
+        return self._call("POST", "/collective_rpc", body=body)
+
+    def start(self) -> None:
+        self._rpc("weightsync_start", **self._start_arguments())
+        self.replica = self._make_replica(None)
+        self._rpc("weightsync_wait_registered", timeout=self.timeout)
+        self.replica.wait_registered(self.timeout)
+
+    def stop(self) -> None:
+        if self.replica is not None:
+            self.replica.close()
+        self._rpc("weightsync_stop")
+
+    def pause(self, request: PauseRequest) -> str:
+        mode = mode_of(request)
+        clear = "true" if request.update_id and mode == "keep" else "false"
+        try:
+            self._call(
+                "POST", "/pause", {"mode": mode, "clear_cache": clear}, timeout=max(request.timeout - 1, 0.1)
+            )
+        except DeadlineExceededError:
+            self._call("POST", "/resume")
+            raise DeadlineExceededError("PAUSE_TOO_LONG", f"vLLM did not pause ({mode}) in time.") from None
+        return f"vLLM paused ({mode})"
+
+    def resume(self, info: ResumeInfo) -> None:
+        if info.weights_changed:
+            if self._call("POST", "/reset_prefix_cache").get("success") is False:
+                raise _reset_refused()
+        self._call("POST", "/resume")
+
+
+# ---- vLLM's own interface for weight transfer ----
+
+
+# Only where this program is vLLM: a controller elsewhere needs none of it.
+_Engine: Any = object
+_Init: Any = object
+_Update: Any = object
+if "vllm" in sys.modules:
+    try:
+        from vllm.distributed.weight_transfer import base as _base
+    except ImportError:
+        pass
+    else:
+        _Engine, _Init = _base.WeightTransferEngine, _base.WeightTransferInitInfo
+        _Update = _base.WeightTransferUpdateInfo
+
+
+@dataclasses.dataclass
+class InitInfo(_Init):
+    """What POST /init_weight_transfer_engine gives, as `init_info`."""
+
+    model: str
+    replica: str
+    incarnation: str
+    workers: int
+    address: Optional[str] = None
+    timeout: float = 60.0
+
+
+@dataclasses.dataclass
+class UpdateInfo(_Update):
+    """What POST /update_weights gives, as `update_info`: which version must be there."""
+
+    version: int
+    timeout: float = 120.0
+
+
+class TransferEngine(_Engine):
+    """A weight transfer engine of vLLM (0.25 and newer): `--weight-transfer-config '{"backend": "weightsync"}'`.
+
+    The bytes come through the daemon, while a replica elsewhere (a Controller whose engine has no
+    WorkerExtension, or any weightsync.Replica) has the engine paused. receive_weights waits until the version
+    that it names is installed, so that vLLM's own session and version label end after it and never before.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    defers_processing = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        self.config = config
+        self._vllm_config = vllm_config
+        self._device = device
+        self._model = model
+        self._worker: Optional[Worker] = None
+        self._updating = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        parallel = self._vllm_config.parallel_config
+        self._worker = Worker(
+            init_info.model,
+            init_info.replica,
+            load_weights=lambda pairs: load_into(self._model, self._vllm_config, self._device, pairs),
+            views="torch",
+            index=int(parallel.rank),
+            workers=init_info.workers,
+            incarnation=init_info.incarnation,
+            address=init_info.address,
+            client="vllm transfer engine",
+        )
+        self._worker.wait_registered(init_info.timeout)
+
+    def parse_init_info(self, given: Dict[str, Any]) -> InitInfo:
+        return InitInfo(**given)
+
+    def parse_update_info(self, given: Dict[str, Any]) -> UpdateInfo:
+        return UpdateInfo(**given)
+
+    def start_weight_update(self) -> None:
+        if self._worker is None:
+            raise RuntimeError("init_transfer_engine was not called")
+        if self._updating:
+            raise RuntimeError("an update is under way")
+        self._updating = True
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if not self._updating or self._worker is None:
+            raise RuntimeError("start_weight_update was not called")
+        self._worker.wait_installed(update_info.version, update_info.timeout)
+
+    def update_weights(self, update_info: Dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def finish_weight_update(self) -> None:
+        if not self._updating:
+            raise RuntimeError("start_weight_update was not called")
+        self._updating = False
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._updating = False
+
+
+def register() -> None:
+    """The plugin (entry point vllm.general_plugins): makes "weightsync" a backend for weight transfer."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return  # a release without the interface
+    try:
+        WeightTransferEngineFactory.register_engine("weightsync", "weightsync.vllm", "TransferEngine")
+    except ValueError:
+        pass  # registered already: plugins are loaded in every process, some twice

@@ -1,0 +1,77 @@
+"""Programs in other languages, with stock gRPC and stubs made from proto/: the API is enough for them.
+
+Also that one wheel of the Python package runs with the gRPC and protobuf of PyPI, which all other tests
+use, and with the distribution's.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import weightsync
+
+import cluster
+
+PROTOS = ["weightsync/v1/admin.proto", "weightsync/v1/types.proto"]
+
+
+def generate(target, plugin, *outputs):
+    subprocess.run(
+        ["protoc", f"-I{cluster.ROOT / 'proto'}", plugin, *(f"--{o}={target}" for o in outputs), *PROTOS],
+        check=True,
+    )
+    return target
+
+
+def run(*command, **environment):
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def check(lines):
+    """What both programs say of the demo: two replicas, of which one has two workers' worth of nothing else."""
+    assert lines[:2] == [
+        f"replica models/demo/replicas/replica-{i} version 3 STATE_SERVING workers {n}" for i, n in ((0, 1), (1, 2))
+    ]
+    assert lines[2].startswith("models/demo/versions/3 STATE_ACTIVE ") and lines[2].endswith(" bytes")
+    assert int(lines[2].split()[2]) > 1000
+    assert lines[3:] == ["error 5 MODEL_UNKNOWN"]
+
+
+def test_ruby(demo, tmp_path):
+    stubs = generate(tmp_path, "--plugin=protoc-gen-grpc=/usr/bin/grpc_ruby_plugin", "ruby_out", "grpc_out")
+    check(run("ruby", "-I", stubs, cluster.ROOT / "tests/languages/watch.rb", demo.nodes[1].listen, "models/demo", 3))
+
+
+@pytest.mark.parametrize("python", [sys.executable, "/usr/bin/python3"])
+def test_python_without_our_package(demo, tmp_path, python):
+    stubs = generate(
+        tmp_path,
+        "--plugin=protoc-gen-grpc_python=/usr/bin/grpc_python_plugin",
+        "python_out",
+        "grpc_python_out",
+    )
+    program = cluster.ROOT / "tests/languages/watch.py"
+    check(run(python, program, demo.nodes[0].listen, "models/demo", 3, PYTHONPATH=stubs))
+
+
+def test_the_package_with_the_distributions_grpc(tmp_path):
+    package = pathlib.Path(weightsync.__file__).parent
+    shutil.copytree(package, tmp_path / "weightsync", ignore=shutil.ignore_patterns("__pycache__"))
+    with cluster.Cluster() as here:
+        program = cluster.ROOT / "tests/languages/debian_python.py"
+        (line,) = run("/usr/bin/python3", program, here.nodes[0].socket, PYTHONPATH=tmp_path)
+    used = dict(zip(("grpc", "protobuf"), line.split()[1::2]))
+    for name, distribution in (("grpc", "grpcio"), ("protobuf", "protobuf")):
+        assert used[name] != importlib.metadata.version(distribution), "these were to be different ones"
