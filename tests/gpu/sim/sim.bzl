@@ -70,6 +70,7 @@ def gpu_sim_cc_test(name, srcs, deps = [], twins = [], data = [], env = {}, main
         linkstatic = True,
         target_compatible_with = REQUIRES_NVCC,
         deps = deps + [
+            "@cuda_config//:cudart",
             "@system//:gmock",
             "@system//:gtest",
         ] + (["@system//:gtest_main"] if main else []),

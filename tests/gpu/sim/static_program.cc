@@ -3,5 +3,5 @@
 
 int main() {
   int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess ? 0 : 0;
+  return cudaGetDeviceCount(&count) == cudaErrorInvalidValue;
 }
