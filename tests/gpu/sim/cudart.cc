@@ -194,8 +194,8 @@ struct FatBinaryWrapper {
   void* unused;
 };
 
-// Whether the module has code for a device of compute capability 9.0: a binary
-// of sm_90, or PTX of at most that.
+// Whether the module has code for the simulated devices: a binary of their
+// generation, or PTX of at most theirs.
 bool HasCode(const void* fat_binary) {
   const auto* wrapper = static_cast<const FatBinaryWrapper*>(fat_binary);
   if (wrapper->magic != 0x466243b1) return false;
@@ -207,6 +207,8 @@ bool HasCode(const void* fat_binary) {
   memcpy(&header_bytes, data + 6, 2);
   memcpy(&bytes, data + 8, 8);
   if (magic != 0xba55ed50) return false;
+  const uint32_t capability =
+      static_cast<uint32_t>(EnvNumber("GPU_SIM_CC", 90));
   for (uint64_t at = header_bytes; at < header_bytes + bytes;) {
     uint16_t kind;
     uint32_t entry_header, arch;
@@ -215,8 +217,9 @@ bool HasCode(const void* fat_binary) {
     memcpy(&entry_header, data + at + 4, 4);
     memcpy(&entry_bytes, data + at + 8, 8);
     memcpy(&arch, data + at + 28, 4);
-    if (kind == 2 && arch / 10 == 9) return true;
-    if (kind == 1 && arch <= 90) return true;
+    if (kind == 2 && arch / 10 == capability / 10 && arch <= capability)
+      return true;
+    if (kind == 1 && arch <= capability) return true;
     at += entry_header + entry_bytes;
   }
   return false;
@@ -231,7 +234,9 @@ thread_local std::vector<CallConfiguration> configurations;
 
 cudaError_t Launch(const void* function, dim3 grid, dim3 block, void** args,
                    size_t shared, cudaStream_t stream) {
-  ENTER(cudaLaunchKernel);
+  Fault fault;
+  if (const cudaError_t error = Enter("cudaLaunchKernel", &fault))
+    return Record(error);
   std::string name;
   {
     std::lock_guard<std::mutex> lock(Here().mutex);
@@ -249,6 +254,10 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, void** args,
   if (context != current) {
     Finding("a kernel is launched on a stream of a device that is not current");
     return Record(cudaErrorInvalidResourceHandle);
+  }
+  if (fault.stall) {
+    context->submitted[slot] =
+        context->Call(Op::kStall, {static_cast<uint64_t>(slot)}).arg[0];
   }
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 ||
       block.y == 0 || block.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 ||
@@ -288,9 +297,14 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, void** args,
 // The process ends in good order: what it has left is leaked.
 __attribute__((destructor)) void Goodbye() {
   if (Here().pid != getpid()) return;
+  bool lost = false;
   for (Context* context : Here().contexts) {
-    if (context != nullptr) context->Goodbye();
+    if (context == nullptr) continue;
+    lost |= context->fault() != cudaSuccess;
+    context->Goodbye();
   }
+  // Nothing can be given back to a context that is lost.
+  if (lost) return;
   if (!Here().registered.empty()) {
     Finding("leak: " + std::to_string(Here().registered.size()) +
             " ranges of host memory are still registered");
@@ -442,8 +456,8 @@ GPU_SIM_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties,
   // A MIG instance has a UUID of its own.
   if (found.mig) properties->uuid.bytes[15] ^= 0x55;
   properties->totalGlobalMem = found.memory_bytes;
-  properties->major = 9;
-  properties->minor = 0;
+  properties->major = static_cast<int>(EnvNumber("GPU_SIM_CC", 90) / 10);
+  properties->minor = static_cast<int>(EnvNumber("GPU_SIM_CC", 90) % 10);
   properties->multiProcessorCount = 4;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;

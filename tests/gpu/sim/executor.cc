@@ -332,6 +332,7 @@ class Executor {
       Finding(text);
       return false;
     }
+    if (!races_) return true;
     Merge(host_clock_, &clocks_[slot]);
     const Clock& clock = clocks_[slot];
     std::vector<Access>& accesses = mapping->accesses;
@@ -367,8 +368,9 @@ class Executor {
     return sequence;
   }
 
-  std::map<uint64_t, Mapping> mappings_;  // by address
-  std::map<uint64_t, std::vector<uint64_t>> spare_;
+  const bool races_ = EnvNumber("GPU_SIM_RACES", 1) != 0;
+  std::map<uint64_t, Mapping> mappings_;             // by address
+  std::map<uint64_t, std::vector<uint64_t>> spare_;  // by room
   uint64_t next_address_;
   const uint64_t end_;
   std::array<std::unique_ptr<Stream>, kMaxStreams> streams_;
@@ -636,6 +638,15 @@ void Executor::Answer(const Request& request, const char* payload) {
         state->used[device.index] -= kCommBytes;
         reply_.arg[0] = 1;
       }
+      return;
+    case Op::kStall:
+      if (FindStream(arg[0]) == nullptr) {
+        reply_.error = kInvalidResourceHandle;
+        return;
+      }
+      Submit(arg[0], [] {
+        while (true) pause();
+      });
       return;
     case Op::kFault:
       Fault(arg[0]);

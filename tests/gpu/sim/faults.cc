@@ -52,6 +52,8 @@ std::vector<Rule> Parse(std::istream& lines) {
         rule.fault.async = number;
       } else if (name == "hang") {
         rule.hang = number != 0;
+      } else if (name == "stall") {
+        rule.fault.stall = number != 0;
       } else if (name == "unexportable") {
         rule.fault.unexportable = number != 0;
       } else {

@@ -10,6 +10,7 @@
 //   error=E        the call does nothing and returns E
 //   sticky=E       as error, and the context is lost: every later call says E
 //   hang=1         the call never returns
+//   stall=1        (cudaLaunchKernel) the stream does no more work
 //   unexportable=1 (cudaMalloc) the memory is as PyTorch's expandable segments
 //   async=E        (ncclGroupEnd) the communicator has the error E from now on
 // e.g. "call=cudaMalloc error=2 after=1", "call=ncclCommAbort hang=1".
@@ -22,8 +23,9 @@ struct Fault {
   int error = 0;
   int sticky = 0;
   int async = 0;
+  bool stall = false;
   bool unexportable = false;
-  bool any() const { return error || sticky || async || unexportable; }
+  bool any() const { return error || sticky || async || stall || unexportable; }
 };
 
 // What is planted for this call of `name`. Does not return from a hang.

@@ -63,6 +63,7 @@ enum class Op : uint32_t {
   kNcclFail,       // comm, error: an asynchronous error from now on
   kNcclAbort,      // comm
   kNcclDestroy,    // comm -> 1 when gone, 0 while operations are in flight
+  kStall,          // stream: an operation that never ends -> sequence
   kFault,          // error: the context is lost
   kGoodbye,        // the process ends in good order: leaks are findings
 };

@@ -6,8 +6,11 @@
 #   TWIN_LIBRARY  host twins of the program's kernels
 set -uo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-sim=${GPU_SIM_LIBRARIES:-$here}
+# Where the simulator lies: beside this script, or among a test's runfiles.
+sim=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ -n "${TEST_SRCDIR:-}" && -d "$TEST_SRCDIR/$TEST_WORKSPACE/tests/gpu/sim" ]]; then
+  sim=$TEST_SRCDIR/$TEST_WORKSPACE/tests/gpu/sim
+fi
 kernels=
 while (($# > 0)) && [[ "$1" != -- ]]; do
   case "$1" in
@@ -38,6 +41,11 @@ trap 'rm -rf "$GPU_SIM_DIR"' EXIT
 export GPU_SIM_DIR
 export GPU_SIM_KERNELS=$kernels
 export LD_LIBRARY_PATH=$sim${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
+if ! ldd "$1" | grep -q "libcudart.* => $sim/"; then
+  echo "FAILED: the simulated libcudart in $sim is not what $1 loads" >&2
+  exit 1
+fi
 
 "$@"
 code=$?

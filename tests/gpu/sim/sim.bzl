@@ -43,19 +43,51 @@ def gpu_sim_twins(name, srcs, hdrs = [], deps = [], **kwargs):
         **kwargs
     )
 
-def gpu_sim_cc_test(name, srcs, deps = [], twins = [], data = [], env = {}, main = True, size = "small", tags = [], args = [], **kwargs):
-    """A gtest program that runs on a simulated machine of its own.
+def gpu_sim_test(name, program, twins = [], data = [], env = {}, size = "small", tags = [], args = []):
+    """Runs a program on a simulated machine of its own.
 
     It fails as well when the program is not linked with the shared cudart, or
     when the simulator found misuse or a leak in any of its processes.
 
     Args:
       name: of the target.
-      srcs: as in cc_test.
-      deps: as in cc_test.
+      program: label of the cc_binary.
       twins: labels of gpu_sim_twins with the kernels of the program.
       data: as in cc_test.
       env: settings of the simulation, as in machine.h.
+      size: as in cc_test.
+      tags: as in cc_test.
+      args: of the program.
+    """
+    libraries = []
+    for twin in twins:
+        package, _, target = twin.rpartition(":")
+        libraries.append("%s:lib%s.so" % (package, target))
+    native.sh_test(
+        name = name,
+        size = size,
+        srcs = ["//tests/gpu/sim:run_simulated.sh"],
+        args = ["%s=%s" % (key, env[key]) for key in sorted(env)] +
+               ["$(rootpath %s)" % library for library in libraries] +
+               ["--", "$(rootpath %s)" % program] + args,
+        data = data + libraries + [
+            program,
+            "//tests/gpu/sim:runtime",
+        ],
+        tags = tags + ["no_asan", "no_tsan"],
+        target_compatible_with = REQUIRES_NVCC,
+    )
+
+def gpu_sim_cc_test(name, srcs, deps = [], twins = [], data = [], env = {}, main = True, size = "small", tags = [], args = [], **kwargs):
+    """A gtest program and its gpu_sim_test.
+
+    Args:
+      name: of the target; the program is <name>_program.
+      srcs: as in cc_test.
+      deps: as in cc_test. gtest, gmock and (with main) gtest_main are added.
+      twins: as in gpu_sim_test.
+      data: as in cc_test.
+      env: as in gpu_sim_test.
       main: False for a test that brings its own main().
       size: as in cc_test.
       tags: as in cc_test.
@@ -76,21 +108,13 @@ def gpu_sim_cc_test(name, srcs, deps = [], twins = [], data = [], env = {}, main
         ] + (["@system//:gtest_main"] if main else []),
         **kwargs
     )
-    libraries = []
-    for twin in twins:
-        package, _, target = twin.rpartition(":")
-        libraries.append("%s:lib%s.so" % (package, target))
-    native.sh_test(
+    gpu_sim_test(
         name = name,
+        program = ":%s_program" % name,
+        twins = twins,
+        data = data,
+        env = env,
         size = size,
-        srcs = ["//tests/gpu/sim:run_simulated.sh"],
-        args = ["%s=%s" % (key, env[key]) for key in sorted(env)] +
-               ["$(rootpath %s)" % library for library in libraries] +
-               ["--", "$(rootpath :%s_program)" % name] + args,
-        data = data + libraries + [
-            ":%s_program" % name,
-            "//tests/gpu/sim:runtime",
-        ],
-        tags = tags + ["no_asan", "no_tsan"],
-        target_compatible_with = REQUIRES_NVCC,
+        tags = tags,
+        args = args,
     )
