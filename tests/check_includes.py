@@ -33,9 +33,10 @@ PROTO_MAY_SEE = {
     "transport/error.h",
 }
 
-# Headers of the accelerator, and the only folders that may see them.
+# Headers of the accelerator, and the only folders that may see them: those that use it, and that
+# which stands in for it.
 DEVICE_HEADERS = re.compile(r"^(cuda\w*|nccl\w*|nv\w+|driver_types|curand\w*)(\.h|\.cuh)$|^(cuda|nv)/")
-DEVICE_FOLDERS = ("transport/cuda/", "transport/nccl/")
+DEVICE_FOLDERS = ("transport/cuda/", "transport/nccl/", "tests/gpu/")
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)')
 SUFFIXES = {".h", ".cc", ".cu", ".cuh", ".c", ".hpp", ".cpp"}

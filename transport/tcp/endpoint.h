@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "transport/fault/fault_policy.h"
 #include "transport/group.h"
+#include "transport/tcp/payload_channel.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/wire.h"
 
@@ -44,6 +45,9 @@ struct EndpointOptions {
   absl::Duration early_peer_wait = absl::Seconds(10);
   int max_pending = 256;          // connections without a group
   FaultPolicy* faults = nullptr;  // not owned; for tests and chaos runs
+  // Another way for the bytes of frames. Both ends of an edge have it or
+  // neither; each edge then has one connection.
+  PayloadChannelFactory payload;
 };
 
 // Takes the connections of one group's predecessor.

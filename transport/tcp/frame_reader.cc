@@ -111,6 +111,16 @@ absl::Status FrameReader::FinishPayload() {
       !status.ok()) {
     return status;
   }
+  if (sink_->frames_elsewhere()) {
+    if (absl::Status status = sink_->FetchFrames(frames_, places_);
+        !status.ok()) {
+      return status;
+    }
+    for (size_t i = 0; i < frames_.size(); ++i) {
+      if (absl::Status status = sink_->OnFrame(i); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
   part_ = Part::kFrames;
   frame_ = 0;
   return absl::OkStatus();

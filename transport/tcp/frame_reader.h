@@ -25,6 +25,13 @@ class MessageSink {
   virtual absl::Status OnFrames(const Header& header,
                                 const std::vector<FrameHeader>& frames,
                                 std::vector<char*>* places) = 0;
+  // Where the bytes of frames do not come over the connection: fetches them all
+  // to their places.
+  virtual bool frames_elsewhere() const { return false; }
+  virtual absl::Status FetchFrames(const std::vector<FrameHeader>& /*frames*/,
+                                   const std::vector<char*>& /*places*/) {
+    return absl::OkStatus();
+  }
   // The bytes of the frame with that index in the last OnFrames are there.
   virtual absl::Status OnFrame(size_t index) = 0;
   // Any other message.

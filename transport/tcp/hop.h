@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "transport/fault/fault_policy.h"
+#include "transport/tcp/payload_channel.h"
 
 namespace weightsync {
 namespace transport {
@@ -21,6 +22,7 @@ struct HopOptions {
   int max_damaged =
       3;  // arrivals of one frame damaged: then the edge is given up
   FaultPolicy* faults = nullptr;  // not owned; may be null
+  PayloadChannelFactory payload;  // null: over the connection
 };
 
 // How the threads of a hop are to end.

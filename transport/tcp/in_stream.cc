@@ -114,6 +114,60 @@ absl::Status InStream::Flush(int64_t now) {
   return absl::OkStatus();
 }
 
+absl::Status InStream::FlushAll() {
+  const int64_t deadline =
+      NowNanos() + absl::ToInt64Nanoseconds(hop_->options().peer_deadline);
+  while (true) {
+    const int64_t now = NowNanos();
+    if (absl::Status status = Flush(now); !status.ok()) return status;
+    if (out_done_ == out_.size()) return absl::OkStatus();
+    if (now > deadline || hop_->stop_mode() != StopMode::kRun) {
+      return PeerSilent(hop_->options(), hop_->options().from,
+                        now - last_heard_);
+    }
+    pollfd wait{fd_.get(), POLLOUT, 0};
+    poll(&wait, 1, 10);
+  }
+}
+
+absl::Status InStream::OnOffer(absl::string_view offer) {
+  absl::Status status;
+  if (hop_->options().payload == nullptr) {
+    status =
+        MakeError(absl::StatusCode::kFailedPrecondition, "GROUP_KIND_MISMATCH",
+                  "this node moves over TCP alone: give all nodes the "
+                  "same --group");
+  } else {
+    absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
+        hop_->options().payload();
+    status = channel.status();
+    if (status.ok()) status = (*channel)->Accept(offer);
+    if (status.ok()) channel_ = *std::move(channel);
+  }
+  out_ += EncodeMessage(MessageType::kPayloadAnswer, EncodeStatus(status));
+  if (absl::Status sent = FlushAll(); !sent.ok()) return sent;
+  if (!status.ok()) return status;
+  status = channel_->Connect(hop_->options().peer_deadline, [this] {
+    return hop_->stop_mode() != StopMode::kRun;
+  });
+  last_heard_ = NowNanos();
+  return status;
+}
+
+absl::Status InStream::FetchFrames(const std::vector<FrameHeader>& frames,
+                                   const std::vector<char*>& places) {
+  out_ += EncodeMessage(MessageType::kPayloadReady, "");
+  if (absl::Status status = FlushAll(); !status.ok()) return status;
+  std::vector<absl::Span<char>> parts;
+  for (size_t i = 0; i < frames.size(); ++i)
+    parts.push_back(absl::MakeSpan(places[i], frames[i].length));
+  const absl::Status status =
+      channel_->Receive(parts, hop_->options().peer_deadline,
+                        [this] { return hop_->stop_mode() != StopMode::kRun; });
+  last_heard_ = NowNanos();
+  return status;
+}
+
 void InStream::Poll() {
   const HopOptions& options = hop_->options();
   const int64_t span = absl::ToInt64Nanoseconds(
@@ -180,6 +234,8 @@ absl::Status InStream::OnMessage(const Header& header,
     peer_left_ = true;
     return absl::OkStatus();
   }
+  if (header.type == MessageType::kPayloadOffer && channel_ == nullptr)
+    return OnOffer(payload);
   return hop_->OnMessage(header, payload);
 }
 

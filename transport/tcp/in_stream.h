@@ -32,11 +32,18 @@ class InStream : private MessageSink {
   void Run();
   absl::Status Loop();
   absl::Status Flush(int64_t now);
+  // Until everything in out_ is sent.
+  absl::Status FlushAll();
+  // Meets the sender's end of the payload channel.
+  absl::Status OnOffer(absl::string_view offer);
   void Poll();
 
   absl::Status OnFrames(const Header& header,
                         const std::vector<FrameHeader>& frames,
                         std::vector<char*>* places) override;
+  bool frames_elsewhere() const override { return channel_ != nullptr; }
+  absl::Status FetchFrames(const std::vector<FrameHeader>& frames,
+                           const std::vector<char*>& places) override;
   absl::Status OnFrame(size_t index) override;
   absl::Status OnMessage(const Header& header,
                          absl::string_view payload) override;
@@ -45,6 +52,7 @@ class InStream : private MessageSink {
   const bool talks_;
   Fd fd_;
   WakeFd wake_;
+  std::unique_ptr<PayloadChannel> channel_;
   FrameReader reader_;
   std::thread thread_;
 

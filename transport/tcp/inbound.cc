@@ -244,6 +244,9 @@ absl::Status Inbound::OnMessage(const Header& header,
     case MessageType::kComplete:
     case MessageType::kChain:
     case MessageType::kBye:
+    case MessageType::kPayloadOffer:
+    case MessageType::kPayloadAnswer:
+    case MessageType::kPayloadReady:
       break;
   }
   return absl::DataLossError("a message came in the wrong direction");

@@ -29,7 +29,7 @@ constexpr absl::Duration kLeaveLimit = absl::Seconds(1);
 
 OutStream::OutStream(Outbound* hop, Fd fd, bool talks)
     : hop_(hop), talks_(talks), fd_(std::move(fd)), reader_(fd_.get(), this) {
-  damaged_.reserve(kBatchFrames);
+  damaged_.reserve(kMaxFrames);
 }
 
 OutStream::~OutStream() { Join(); }
@@ -49,7 +49,9 @@ void OutStream::Run() {
   sigaddset(&pipe, SIGPIPE);
   pthread_sigmask(SIG_BLOCK, &pipe, nullptr);
   last_sent_ = last_heard_ = last_read_ = NowNanos();
-  absl::Status status = Loop();
+  absl::Status status =
+      hop_->options().payload != nullptr ? ConnectChannel() : absl::OkStatus();
+  if (status.ok()) status = Loop();
   if (!status.ok() && hop_->stop_mode() == StopMode::kRun) {
     // A peer that gives up says why before it closes; sending fails first.
     bool heard = false;
@@ -107,15 +109,87 @@ absl::Status OutStream::Loop() {
   return absl::OkStatus();
 }
 
+absl::Status OutStream::ReadUntil(const bool& done) {
+  const int64_t deadline =
+      absl::ToInt64Nanoseconds(hop_->options().peer_deadline);
+  while (!done && hop_->stop_mode() == StopMode::kRun && !peer_left_) {
+    bool heard = false;
+    if (absl::Status status = ReadAll(&heard); !status.ok()) return status;
+    const int64_t now = NowNanos();
+    if (heard) {
+      last_heard_ = now;
+      hop_->Heard(now);
+    } else if (now - last_heard_ > deadline) {
+      return PeerSilent(hop_->options(), hop_->options().to, now - last_heard_);
+    } else if (!done) {
+      Poll(/*blocked=*/false, now);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OutStream::SendAll(const std::string& message) {
+  size_t done = 0;
+  while (done < message.size() && hop_->stop_mode() == StopMode::kRun) {
+    const ssize_t n = send(fd_.get(), message.data() + done,
+                           message.size() - done, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n >= 0) {
+      done += static_cast<size_t>(n);
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      Poll(/*blocked=*/true, NowNanos());
+    } else if (errno != EINTR) {
+      return ErrnoError("sending", errno);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OutStream::ConnectChannel() {
+  absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
+      hop_->options().payload();
+  if (!channel.ok()) return channel.status();
+  channel_ = *std::move(channel);
+  const absl::StatusOr<std::string> offer = channel_->Offer();
+  if (!offer.ok()) return offer.status();
+  absl::Status status =
+      SendAll(EncodeMessage(MessageType::kPayloadOffer, *offer));
+  if (status.ok()) status = ReadUntil(answered_);
+  if (status.ok()) status = answer_;
+  if (!status.ok() || hop_->stop_mode() != StopMode::kRun) return status;
+  status = channel_->Connect(hop_->options().peer_deadline, [this] {
+    return hop_->stop_mode() != StopMode::kRun;
+  });
+  last_heard_ = NowNanos();
+  return status;
+}
+
+absl::Status OutStream::SendOverChannel() {
+  if (absl::Status status = ReadUntil(ready_); !status.ok()) return status;
+  if (!ready_) return absl::OkStatus();  // it ends
+  ready_ = false;
+  const absl::Status status =
+      channel_->Send(payload_, hop_->options().peer_deadline,
+                     [this] { return hop_->stop_mode() != StopMode::kRun; });
+  if (!status.ok()) return status;
+  int64_t bytes = 0;
+  for (const absl::Span<const char> part : payload_)
+    bytes += static_cast<int64_t>(part.size());
+  last_sent_ = last_heard_ = NowNanos();
+  hop_->Sent(bytes, frames_.size());
+  return absl::OkStatus();
+}
+
 absl::Status OutStream::FillBatch(int64_t now) {
   // The first part is for what comes before the frames.
   parts_.assign(1, Part());
   next_part_ = 1;
   frames_.clear();
   damaged_.clear();
+  payload_.clear();
   damage_header_ = false;
+  const size_t batch_frames = channel_ != nullptr ? kMaxFrames : kBatchFrames;
   while (!delayed_.empty() && delayed_.front().due <= now &&
-         frames_.size() < kBatchFrames) {
+         frames_.size() < batch_frames) {
     const Outbound::FrameRef ref = delayed_.front().ref;
     delayed_.pop_front();
     if (absl::Status status = AddFrame(ref, /*now=*/0); !status.ok()) {
@@ -123,7 +197,7 @@ absl::Status OutStream::FillBatch(int64_t now) {
     }
   }
   if (delayed_.size() < kBatchFrames) {
-    hop_->Take(this, kBatchFrames - frames_.size(), &work_);
+    hop_->Take(this, batch_frames - frames_.size(), &work_);
   } else {
     work_.frames.clear();
   }
@@ -183,7 +257,15 @@ absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, int64_t now) {
   if (fault.kind == FrameFault::Kind::kDamagePayload) {
     damaged_.emplace_back(payload.data(), payload.size());
     damaged_.back()[payload.size() / 2] ^= 1;
+    if (channel_ != nullptr) {
+      payload_.push_back(absl::MakeConstSpan(damaged_.back()));
+      return absl::OkStatus();
+    }
     parts_.push_back({damaged_.back().data(), payload.size(), FileRange()});
+    return absl::OkStatus();
+  }
+  if (channel_ != nullptr) {
+    payload_.push_back(payload);
     return absl::OkStatus();
   }
   const FileRange file = ref.landing->frame_file(ref.frame);
@@ -247,6 +329,10 @@ absl::Status OutStream::SendBatch(bool* blocked) {
     left -= part.bytes;
     ++next_part_;
   }
+  if (channel_ != nullptr) {
+    return batch_empty() && !frames_.empty() ? SendOverChannel()
+                                             : absl::OkStatus();
+  }
   // Heartbeats are no progress.
   if (!frames_.empty()) hop_->Sent(n, batch_empty() ? frames_.size() : 0);
   return absl::OkStatus();
@@ -288,6 +374,16 @@ absl::Status OutStream::OnMessage(const Header& header,
                                   absl::string_view payload) {
   if (header.type == MessageType::kBye) {
     peer_left_ = true;
+    return absl::OkStatus();
+  }
+  if (header.type == MessageType::kPayloadReady) {
+    ready_ = true;
+    return absl::OkStatus();
+  }
+  if (header.type == MessageType::kPayloadAnswer) {
+    if (!DecodeStatus(payload, &answer_))
+      return absl::DataLossError("an answer that is none");
+    answered_ = true;
     return absl::OkStatus();
   }
   return hop_->OnMessage(header, payload);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,6 +42,13 @@ class OutStream : private MessageSink {
 
   void Run();
   absl::Status Loop();
+  // Meets the receiver's end of the payload channel.
+  absl::Status ConnectChannel();
+  // Sends the batch's frames over the channel, when the receiver is ready.
+  absl::Status SendOverChannel();
+  // Reads until `done`, the end of the stream, or the peer's silence.
+  absl::Status ReadUntil(const bool& done);
+  absl::Status SendAll(const std::string& message);
   // Makes the next batch of bytes to send, if there are any.
   absl::Status FillBatch(int64_t now);
   // Adds a frame to the batch, as the fault policy likes it. Silence ends in
@@ -78,6 +86,11 @@ class OutStream : private MessageSink {
   std::vector<Part> parts_;
   size_t next_part_ = 0;
   std::deque<Delayed> delayed_;
+  std::unique_ptr<PayloadChannel> channel_;
+  std::vector<absl::Span<const char>> payload_;  // of the batch
+  bool answered_ = false;
+  absl::Status answer_;
+  bool ready_ = false;  // the peer is about to receive
   bool said_give_up_ = false;
   bool silent_ = false;
   bool peer_left_ = false;

@@ -320,6 +320,9 @@ absl::Status Outbound::OnMessage(const Header& header,
     case MessageType::kFrames:
     case MessageType::kGiveUp:
     case MessageType::kBye:
+    case MessageType::kPayloadOffer:
+    case MessageType::kPayloadAnswer:
+    case MessageType::kPayloadReady:
       break;
   }
   return absl::DataLossError("a message came in the wrong direction");

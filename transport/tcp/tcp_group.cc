@@ -46,6 +46,7 @@ HopOptions TcpGroup::Hop(int from) const {
       std::min(endpoint_->options().heartbeat, options_.peer_deadline / 4);
   hop.peer_deadline = options_.peer_deadline;
   hop.faults = endpoint_->options().faults;
+  hop.payload = endpoint_->options().payload;
   return hop;
 }
 
@@ -99,7 +100,9 @@ absl::Status TcpGroup::ConnectSuccessor(int64_t deadline_nanos) {
   hello.from = spec_.members[spec_.self].node;
   hello.to = spec_.members[spec_.self + 1].node;
   hello.stream_count = static_cast<uint32_t>(
-      std::max(1, std::min(endpoint_->options().streams, 16)));
+      endpoint_->options().payload != nullptr
+          ? 1
+          : std::max(1, std::min(endpoint_->options().streams, 16)));
   std::vector<Fd> streams;
   for (hello.stream = 0; hello.stream < hello.stream_count; ++hello.stream) {
     absl::StatusOr<Fd> fd =

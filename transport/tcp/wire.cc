@@ -212,7 +212,7 @@ absl::StatusOr<Header> DecodeHeader(const char* in) {
                          Crc32c(absl::string_view(in, kHeaderBytes - 4));
   const uint8_t type = static_cast<uint8_t>(in[4]);
   if (!whole || type < static_cast<uint8_t>(MessageType::kFrames) ||
-      type > static_cast<uint8_t>(MessageType::kBye)) {
+      type > static_cast<uint8_t>(MessageType::kPayloadReady)) {
     return absl::DataLossError(
         "a header arrived damaged, so that the stream cannot be read on");
   }

@@ -21,6 +21,10 @@
 //   FAIL: the edge is given up (either direction)
 //   HEARTBEAT, BYE (either direction)
 //
+// Where the bytes of frames go another way (payload_channel.h), PAYLOAD_OFFER
+// and PAYLOAD_ANSWER come first, FRAMES is not followed by any, and
+// PAYLOAD_READY says that they may be sent.
+//
 // Several frames share a FRAMES message because calls of 64 KiB cost a third
 // more CPU on both ends than calls of 512 KiB; each is verified and sent on as
 // soon as its own bytes are there.
@@ -87,6 +91,10 @@ enum class MessageType : uint8_t {
   kGiveUp = 7,
   kFail = 8,
   kBye = 9,
+  // Of a payload channel: see payload_channel.h.
+  kPayloadOffer = 10,
+  kPayloadAnswer = 11,
+  kPayloadReady = 12,
 };
 
 constexpr size_t kHeaderBytes = 40;
@@ -116,7 +124,7 @@ struct FrameHeader {
   Digest digest;
 };
 constexpr size_t kFrameHeaderBytes = 32;
-constexpr size_t kMaxFrames = 64;  // of one message
+constexpr size_t kMaxFrames = 512;  // of one message
 
 // Everything of a FRAMES message but the frames' own bytes.
 std::string EncodeFrames(uint64_t move, const std::vector<FrameHeader>& frames);

@@ -1,0 +1,36 @@
+// What is to go wrong in a simulated machine.
+//
+// $GPU_SIM_DIR/faults holds rules, one a line; it is read again when it
+// changes. A rule is words separated by spaces:
+//   call=NAME      the call of cudart or NCCL that it is about
+//   process=ROLE   only in processes with this GPU_SIM_ROLE
+//   after=N        the first N matching calls of a process pass (default 0)
+//   count=N        how often it strikes (default 1; 0: always)
+// and one of
+//   error=E        the call does nothing and returns E
+//   sticky=E       as error, and the context is lost: every later call says E
+//   hang=1         the call never returns
+//   stall=1        (cudaLaunchKernel) the stream does no more work
+//   unexportable=1 (cudaMalloc) the memory is as PyTorch's expandable segments
+//   async=E        (ncclGroupEnd) the communicator has the error E from now on
+// e.g. "call=cudaMalloc error=2 after=1", "call=ncclCommAbort hang=1".
+#ifndef WEIGHTSYNC_TESTS_GPU_SIM_FAULTS_H_
+#define WEIGHTSYNC_TESTS_GPU_SIM_FAULTS_H_
+
+namespace gpu_sim {
+
+struct Fault {
+  int error = 0;
+  int sticky = 0;
+  int async = 0;
+  bool stall = false;
+  bool unexportable = false;
+  bool any() const { return error || sticky || async || stall || unexportable; }
+};
+
+// What is planted for this call of `name`. Does not return from a hang.
+Fault Planted(const char* name);
+
+}  // namespace gpu_sim
+
+#endif  // WEIGHTSYNC_TESTS_GPU_SIM_FAULTS_H_

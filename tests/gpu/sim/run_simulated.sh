@@ -1,0 +1,57 @@
+#!/bin/bash
+# Runs a program on a simulated machine of its own, and fails when the simulator finds misuse.
+#
+# Usage: run_simulated.sh [NAME=VALUE | TWIN_LIBRARY]… -- PROGRAM [ARGUMENT…]
+#   NAME=VALUE    a setting of tests/gpu/sim/machine.h
+#   TWIN_LIBRARY  host twins of the program's kernels
+set -uo pipefail
+
+# Where the simulator lies: beside this script, or among a test's runfiles.
+sim=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ -n "${TEST_SRCDIR:-}" && -d "$TEST_SRCDIR/$TEST_WORKSPACE/tests/gpu/sim" ]]; then
+  sim=$TEST_SRCDIR/$TEST_WORKSPACE/tests/gpu/sim
+fi
+kernels=
+while (($# > 0)) && [[ "$1" != -- ]]; do
+  case "$1" in
+    *.so) kernels+=${kernels:+:}$(realpath --no-symlinks "$1") ;;
+    *=*) export "$1" ;;
+    *)
+      echo "run_simulated.sh: neither a setting nor a library: $1" >&2
+      exit 2
+      ;;
+  esac
+  shift
+done
+shift
+if (($# == 0)); then
+  echo "run_simulated.sh: no program" >&2
+  exit 2
+fi
+
+# A program with a static cudart, or with none, would run on no simulator at all.
+if ! readelf -d "$1" | grep -q 'NEEDED.*libcudart\.so\.'; then
+  echo "FAILED: $1 is not linked with the shared libcudart" >&2
+  exit 1
+fi
+
+# Short: sockets lie in it.
+GPU_SIM_DIR=$(mktemp -d /tmp/gpusim.XXXXXX) || exit 1
+trap 'rm -rf "$GPU_SIM_DIR"' EXIT
+export GPU_SIM_DIR
+export GPU_SIM_KERNELS=$kernels
+export LD_LIBRARY_PATH=$sim${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
+if ! ldd "$1" | grep -q "libcudart.* => $sim/"; then
+  echo "FAILED: the simulated libcudart in $sim is not what $1 loads" >&2
+  exit 1
+fi
+
+"$@"
+code=$?
+if [[ -s "$GPU_SIM_DIR/findings" ]]; then
+  echo "FAILED: the simulated GPU was misused:" >&2
+  cat "$GPU_SIM_DIR/findings" >&2
+  exit 1
+fi
+exit $code

@@ -1,0 +1,769 @@
+#include "transport/cuda/cuda_memory.h"
+
+#include <cuda_runtime_api.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "glog/logging.h"
+#include "transport/cuda/cuda_error.h"
+#include "transport/cuda/kernels.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+// What stands in a control's data.
+struct Control {
+  char magic[8];
+  int64_t bytes;
+  std::atomic<uint32_t> retired;  // its maker does not need it any more
+  uint32_t handle_bytes;
+  char handle[512];
+};
+constexpr char kMagic[8] = {'W', 'S', 'C', 'T', 'L', '0', '0', '1'};
+constexpr int64_t kTransferBytes = 1 << 20;
+// What a segment is rounded up to by the driver, so that sums are right.
+int64_t Rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
+
+// A description of the control's file that is nobody else's: locks belong to
+// these.
+int OpenAgain(const Segment& control) {
+  int64_t offset;
+  const int fd = control.file(&offset);
+  return open(absl::StrCat("/proc/self/fd/", fd).c_str(), O_RDONLY | O_CLOEXEC);
+}
+
+}  // namespace
+
+// The memory of a segment that was made here, and its control.
+struct CudaMemory::Allocation {
+  char* data = nullptr;
+  int64_t bytes = 0;
+  std::unique_ptr<Segment> control;
+  int lock_fd = -1;
+  std::shared_ptr<DeviceCore> core;
+  std::shared_ptr<std::atomic<int64_t>> segments_bytes;
+
+  // In place of a destructor: it goes when nobody has it open any more. (A
+  // deleter that held the core itself would keep it for as long as there is a
+  // weak_ptr.)
+  static void Retire(Allocation* old) {
+    const std::shared_ptr<DeviceCore> core = std::move(old->core);
+    core->RemoveRange(old->data);
+    reinterpret_cast<Control*>(old->control->data())->retired = 1;
+    core->Later([old] {
+      if (flock(old->lock_fd, LOCK_EX | LOCK_NB) != 0) return false;
+      const absl::Status status = CheckCuda(cudaFree(old->data), "cudaFree");
+      if (!status.ok()) LOG(WARNING) << status;
+      *old->segments_bytes -= Rounded(old->bytes);
+      close(old->lock_fd);
+      delete old;
+      return true;
+    });
+  }
+};
+
+// What was made in this process, for whoever imports it in this process.
+class CudaMemory::MadeHere {
+ public:
+  using Key = std::pair<uint64_t, uint64_t>;  // address, buffer id
+
+  static void Add(const Key& key, const std::shared_ptr<Allocation>& made) {
+    absl::MutexLock lock(&mutex());
+    for (auto at = all().begin(); at != all().end();)
+      at = at->second.expired() ? all().erase(at) : std::next(at);
+    all()[key] = made;
+  }
+  static std::shared_ptr<Allocation> Find(uint64_t base, uint64_t buffer_id) {
+    absl::MutexLock lock(&mutex());
+    const auto at = all().find({base, buffer_id});
+    return at == all().end() ? nullptr : at->second.lock();
+  }
+
+ private:
+  static absl::Mutex& mutex() {
+    static absl::Mutex* const mutex = new absl::Mutex;
+    return *mutex;
+  }
+  static std::map<Key, std::weak_ptr<Allocation>>& all() {
+    static auto* const all = new std::map<Key, std::weak_ptr<Allocation>>;
+    return *all;
+  }
+};
+
+class CudaSegment final : public Segment {
+ public:
+  // Either was made here (also when it was imported here), or is another's.
+  std::shared_ptr<CudaMemory::Allocation> made;
+  std::shared_ptr<const ImportedAllocation> imported;
+  std::unique_ptr<Segment> imported_control;
+  int lock_fd = -1;
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+  bool writable_ = true;
+
+  ~CudaSegment() override {
+    if (lock_fd >= 0) {
+      // The lock goes when the memory is closed, not before: it is what keeps
+      // its maker from freeing it.
+      std::shared_ptr<DeviceCore> core = std::move(core_);
+      imported.reset();
+      core->Later([fd = lock_fd] { return close(fd), true; });
+    }
+  }
+  MemoryKind kind() const override { return MemoryKind::kCuda; }
+  char* data() const override { return data_; }
+  int64_t bytes() const override { return bytes_; }
+  bool writable() const override { return writable_; }
+  int generation_slots() const override { return control().generation_slots(); }
+  uint64_t Generation(int slot) const override {
+    return control().Generation(slot);
+  }
+  uint64_t AdvanceGeneration(int slot) override {
+    return (made != nullptr ? *made->control : *imported_control)
+        .AdvanceGeneration(slot);
+  }
+
+  const Segment& control() const {
+    return made != nullptr ? *made->control : *imported_control;
+  }
+  std::shared_ptr<DeviceCore> core_;
+};
+
+absl::StatusOr<std::unique_ptr<CudaMemory>> CudaMemory::Create(
+    Memory* host, const Options& options) {
+  const absl::StatusOr<DeviceInfo> device = FindDevice(options.device_uuid);
+  if (!device.ok()) return device.status();
+  std::unique_ptr<CudaMemory> memory(new CudaMemory(host, options));
+  absl::StatusOr<std::shared_ptr<DeviceCore>> core =
+      DeviceCore::Create(*device, options.core);
+  if (!core.ok()) return core.status();
+  memory->core_ = *std::move(core);
+  absl::StatusOr<std::unique_ptr<DeviceExporter>> exporter =
+      DeviceExporter::Create(*device);
+  if (!exporter.ok()) return exporter.status();
+  memory->exporter_ = *std::move(exporter);
+  const std::vector<int16_t> keys = InnerKeys();
+  const size_t key_bytes = keys.size() * sizeof(keys[0]);
+  absl::Status status = CheckCuda(
+      cudaMalloc(reinterpret_cast<void**>(&memory->inner_keys_), key_bytes),
+      "cudaMalloc");
+  if (status.ok()) {
+    status = CheckCuda(cudaMemcpy(memory->inner_keys_, keys.data(), key_bytes,
+                                  cudaMemcpyHostToDevice),
+                       "cudaMemcpy");
+  }
+  if (!status.ok()) return status;
+  memory->imports_ = std::make_unique<ImportCache>(memory->core_);
+  return memory;
+}
+
+CudaMemory::~CudaMemory() {
+  if (core_ == nullptr) return;
+  core_->Drain(options_.importers_deadline);
+  if (core_->Use().ok()) cudaFree(inner_keys_);
+}
+
+absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Allocate(
+    int64_t bytes, const AllocateOptions& options) {
+  if (bytes <= 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_SIZE",
+                     absl::StrCat("a segment of ", bytes, " bytes"));
+  }
+  absl::Status status = core_->Use();
+  if (!status.ok()) return status;
+  size_t free = 0, total = 0;
+  status = CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  if (!status.ok()) return status;
+  const auto no_memory = [&](absl::string_view more) {
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "NO_MEMORY_FOR_ARENA",
+        absl::StrCat("'", options.name, "' needs ", bytes, " bytes of ",
+                     core_->device().uuid, ", which has ", free, " free of ",
+                     total, " and keeps ", options_.keep_free_bytes,
+                     " for others", more,
+                     ": give the engine a smaller part of the GPU, or use "
+                     "fewer or smaller slots"));
+  };
+  if (bytes > static_cast<int64_t>(free) - options_.keep_free_bytes)
+    return no_memory("");
+
+  auto made = std::make_unique<Allocation>();
+  made->bytes = bytes;
+  made->core = core_;
+  absl::StatusOr<std::unique_ptr<Segment>> control =
+      host_->Allocate(sizeof(Control), options);
+  if (!control.ok()) return control.status();
+  made->control = *std::move(control);
+  made->lock_fd = OpenAgain(*made->control);
+  if (made->lock_fd < 0) {
+    return MakeErrnoError(absl::StatusCode::kInternal, "LOCK_FAILED",
+                          "the control of a segment", errno);
+  }
+  void* data = nullptr;
+  const cudaError_t error = cudaMalloc(&data, bytes);
+  if (error != cudaSuccess) {
+    status = CheckCuda(error, "cudaMalloc");
+    close(made->lock_fd);
+    return error == cudaErrorMemoryAllocation
+               ? no_memory(", in pieces that are too small")
+               : status;
+  }
+  made->data = static_cast<char*>(data);
+  // From here on it is given back by whoever lets it go last.
+  made->segments_bytes = segments_bytes_;
+  *made->segments_bytes += Rounded(bytes);
+  const std::shared_ptr<Allocation> shared(made.release(), &Allocation::Retire);
+  core_->AddRange(data, bytes, DeviceCore::Place::kDevice, true, shared);
+  {
+    // Fresh memory holds what others left.
+    absl::StatusOr<DeviceCore::LaneLease> lane = core_->TakeLane();
+    if (!lane.ok()) return lane.status();
+    status = CheckCuda(cudaMemsetAsync(data, 0, bytes, (*lane)->stream),
+                       "cudaMemsetAsync");
+    if (status.ok()) status = core_->Wait(*lane->get());
+    if (!status.ok()) return status;
+  }
+  const absl::StatusOr<DevicePlace> place = exporter_->Describe(data, bytes);
+  if (!place.ok()) return place.status();
+  auto* written = reinterpret_cast<Control*>(shared->control->data());
+  const std::string handle = place->handle.Encode();
+  CHECK_LE(handle.size(), sizeof(written->handle));
+  memcpy(written->handle, handle.data(), handle.size());
+  written->handle_bytes = static_cast<uint32_t>(handle.size());
+  written->bytes = bytes;
+  memcpy(written->magic, kMagic, sizeof(kMagic));
+  MadeHere::Add({place->handle.base, place->handle.buffer_id}, shared);
+
+  auto segment = std::make_unique<CudaSegment>();
+  segment->made = shared;
+  segment->data_ = shared->data;
+  segment->bytes_ = bytes;
+  segment->core_ = core_;
+  return std::unique_ptr<Segment>(std::move(segment));
+}
+
+absl::StatusOr<MemoryTicket> CudaMemory::Export(const Segment& segment,
+                                                const ExportOptions& options) {
+  if (segment.kind() != MemoryKind::kCuda) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "WRONG_MEMORY_KIND",
+                     "this segment is not GPU memory");
+  }
+  const auto& found = static_cast<const CudaSegment&>(segment);
+  if (found.made == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "NOT_EXPORTABLE",
+                     "what another process made is that process's to export");
+  }
+  if (!found.writable() && !options.read_only) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "READ_ONLY",
+                     "this segment was given to be read only");
+  }
+  absl::StatusOr<MemoryTicket> ticket =
+      host_->Export(*found.made->control, options);
+  if (!ticket.ok()) return ticket.status();
+  ticket->kind = MemoryKind::kCuda;
+  ticket->bytes = segment.bytes();
+  return ticket;
+}
+
+void CudaMemory::Withdraw(const MemoryTicket& ticket) {
+  MemoryTicket control = ticket;
+  control.kind = MemoryKind::kHost;
+  host_->Withdraw(control);
+}
+
+absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Import(
+    const MemoryTicket& ticket, absl::Duration timeout) {
+  if (ticket.kind != MemoryKind::kCuda) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "WRONG_MEMORY_KIND",
+                     "this ticket is not for GPU memory");
+  }
+  MemoryTicket control_ticket = ticket;
+  control_ticket.kind = MemoryKind::kHost;
+  control_ticket.bytes = sizeof(Control);
+  absl::StatusOr<std::unique_ptr<Segment>> control =
+      host_->Import(control_ticket, timeout);
+  if (!control.ok()) return control.status();
+  const auto* read = reinterpret_cast<const Control*>((*control)->data());
+  if (memcmp(read->magic, kMagic, sizeof(kMagic)) != 0 ||
+      read->handle_bytes > sizeof(read->handle) || read->bytes < ticket.bytes) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "NOT_AN_ARENA",
+                     "the ticket does not lead to GPU memory of that size");
+  }
+  const absl::StatusOr<DeviceHandle> handle =
+      DeviceHandle::Decode(absl::string_view(read->handle, read->handle_bytes));
+  if (!handle.ok()) return handle.status();
+
+  auto segment = std::make_unique<CudaSegment>();
+  segment->writable_ = !ticket.read_only;
+  segment->core_ = core_;
+  segment->lock_fd = OpenAgain(**control);
+  const absl::Status gone =
+      MakeError(absl::StatusCode::kFailedPrecondition, "SEGMENT_GONE",
+                "the process that made this segment has given it back");
+  // In this order: whoever sees the lock does not free, whoever is retired was
+  // freed or is about to be.
+  if (segment->lock_fd < 0 || flock(segment->lock_fd, LOCK_SH | LOCK_NB) != 0 ||
+      read->retired != 0)
+    return gone;
+  if (handle->exporter == ThisProcess()) {
+    // CUDA opens nothing in the process that made it; here the address is good
+    // as it is.
+    segment->made = MadeHere::Find(handle->base, handle->buffer_id);
+    if (segment->made == nullptr) return gone;
+    close(segment->lock_fd);
+    segment->lock_fd = -1;
+    segment->data_ = segment->made->data;
+    segment->bytes_ = read->bytes;
+    if (segment->made->core != core_) {
+      core_->AddRange(segment->data_, read->bytes, DeviceCore::Place::kDevice,
+                      segment->writable_, segment->made);
+    }
+  } else {
+    absl::StatusOr<std::shared_ptr<const ImportedAllocation>> imported =
+        imports_->Acquire(*handle, segment->writable_);
+    if (!imported.ok()) return imported.status();
+    segment->imported = *std::move(imported);
+    segment->data_ = segment->imported->data;
+    segment->bytes_ = read->bytes;
+  }
+  segment->imported_control = *std::move(control);
+  return std::unique_ptr<Segment>(std::move(segment));
+}
+
+// ---- Copies ----
+
+absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
+                             const PackRequest* request,
+                             std::vector<Digest>* frames,
+                             const std::function<absl::Status(Lane*)>& before) {
+  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
+  if (!lease.ok()) return lease.status();
+  Lane* const lane = lease->get();
+  cudaStream_t const stream = lane->stream;
+  absl::Status status = before != nullptr ? before(lane) : absl::OkStatus();
+  if (!status.ok()) return status;
+  const int64_t copies_bytes =
+      static_cast<int64_t>(table.copies.size() * sizeof(DeviceCopy));
+  const int64_t units_bytes =
+      static_cast<int64_t>(table.units.size() * sizeof(DeviceUnit));
+  const int64_t digests_bytes =
+      digests ? static_cast<int64_t>(table.frames * sizeof(Digest)) : 0;
+  // Copies, then units, then digests, at the same places on both sides.
+  const int64_t all = copies_bytes + units_bytes + digests_bytes;
+  if (all > 0) {
+    status = core_->Reserve(lane, all, all);
+    if (!status.ok()) return status;
+    memcpy(lane->host, table.copies.data(), copies_bytes);
+    memcpy(lane->host + copies_bytes, table.units.data(), units_bytes);
+    status = CheckCuda(
+        cudaMemcpyAsync(lane->device, lane->host, copies_bytes + units_bytes,
+                        cudaMemcpyHostToDevice, stream),
+        "cudaMemcpyAsync of a launch's table");
+    if (!status.ok()) return status;
+  }
+  char* const device_digests = lane->device + copies_bytes + units_bytes;
+  const Digest* const host_digests =
+      reinterpret_cast<const Digest*>(lane->host + copies_bytes + units_bytes);
+  if (digests_bytes > 0) {
+    status =
+        CheckCuda(cudaMemsetAsync(device_digests, 0, digests_bytes, stream),
+                  "cudaMemsetAsync");
+    if (!status.ok()) return status;
+  }
+  CopyLaunch launch = {};
+  launch.copies = reinterpret_cast<const DeviceCopy*>(lane->device);
+  launch.unit_bytes = table.unit_bytes;
+  launch.frame_bytes = table.frame_bytes;
+  launch.digests =
+      digests ? reinterpret_cast<unsigned long long*>(  // NOLINT: CUDA's type
+                    device_digests)
+              : nullptr;
+  launch.inner_keys = inner_keys_;
+
+  // Parts that end where frames do. What is not packed is one part.
+  struct Part {
+    int64_t first_frame, last_frame;
+  };
+  std::vector<Part> parts;
+  const int64_t part_frames =
+      table.frame_bytes == 0
+          ? table.frames
+          : std::max<int64_t>(1, options_.pack_part_bytes / table.frame_bytes);
+  for (int64_t frame = 0; frame < table.frames; frame += part_frames)
+    parts.push_back({frame, std::min(table.frames, frame + part_frames)});
+  size_t unit = 0;
+  const size_t units = table.units.size();
+  for (size_t i = 0; i < parts.size(); ++i) {
+    size_t end = units;
+    if (i + 1 < parts.size()) {
+      const int64_t limit =
+          parts[i].last_frame * (table.frame_bytes / table.unit_bytes);
+      end = unit;
+      while (end < units && table.units[end].place < limit) ++end;
+    }
+    launch.units =
+        reinterpret_cast<const DeviceUnit*>(lane->device + copies_bytes) + unit;
+    launch.unit_count = static_cast<int64_t>(end - unit);
+    unit = end;
+    status = CheckCuda(static_cast<cudaError_t>(LaunchCopy(launch, stream)),
+                       "the copy kernel");
+    if (!status.ok()) return status;
+    if (digests_bytes > 0) {
+      const int64_t at =
+          copies_bytes + units_bytes +
+          parts[i].first_frame * static_cast<int64_t>(sizeof(Digest));
+      status = CheckCuda(
+          cudaMemcpyAsync(
+              lane->host + at, lane->device + at,
+              (parts[i].last_frame - parts[i].first_frame) * sizeof(Digest),
+              cudaMemcpyDeviceToHost, stream),
+          "cudaMemcpyAsync of digests");
+      if (!status.ok()) return status;
+    }
+    if (request != nullptr && request->on_frames != nullptr) {
+      const absl::StatusOr<cudaEvent_t> event = core_->Event(lane, i);
+      if (!event.ok()) return event.status();
+      status = CheckCuda(cudaEventRecord(*event, stream), "cudaEventRecord");
+      if (!status.ok()) return status;
+    }
+  }
+  if (request != nullptr && request->on_frames != nullptr) {
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const absl::StatusOr<cudaEvent_t> event = core_->Event(lane, i);
+      if (!event.ok()) return event.status();
+      status = core_->WaitEvent(*event);
+      if (!status.ok()) return status;
+      const Part part = parts[i];
+      request->on_frames(
+          part.first_frame, part.last_frame,
+          absl::MakeConstSpan(host_digests + part.first_frame,
+                              part.last_frame - part.first_frame));
+    }
+  }
+  status = core_->Wait(*lane);
+  if (status.ok() && frames != nullptr && digests_bytes > 0)
+    frames->assign(host_digests, host_digests + table.frames);
+  return status;
+}
+
+absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
+                                  absl::Span<const CastSpec> casts,
+                                  Digest* digest) {
+  absl::Status status = core_->Use();
+  if (!status.ok()) return status;
+  std::vector<std::shared_ptr<const void>> owners;
+  std::vector<CopyTask> kernel_tasks;
+  std::vector<CastSpec> kernel_casts;
+  std::vector<const CopyTask*> engine_tasks;  // contiguous
+  std::vector<const CopyTask*> host_tasks;    // to or from pinned memory
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const CopyTask& task = tasks[i];
+    const CastSpec cast = casts.empty() ? CastSpec() : casts[i];
+    status = task.Validate();
+    if (!status.ok()) return status;
+    if (task.bytes() == 0) continue;
+    int64_t dst_extent = task.run_bytes, src_extent = task.run_bytes;
+    if (cast.cast != DeviceCast::kNone) {
+      src_extent = task.run_bytes / task.element_bytes *
+                   (cast.cast == DeviceCast::kBF16ToF8E4M3 ? 2 : 4);
+    }
+    for (const CopyDim& dim : task.dims) {
+      dst_extent += (dim.extent - 1) * dim.dst_stride;
+      src_extent += (dim.extent - 1) * dim.src_stride;
+    }
+    const absl::StatusOr<DeviceCore::Pinned> src =
+        core_->Pin(task.src, src_extent, false);
+    if (!src.ok()) return src.status();
+    bool host = src->place == DeviceCore::Place::kPinnedHost;
+    owners.push_back(src->owner);
+    if (task.dst != nullptr) {
+      const absl::StatusOr<DeviceCore::Pinned> dst =
+          core_->Pin(task.dst, dst_extent, true);
+      if (!dst.ok()) return dst.status();
+      host |= dst->place == DeviceCore::Place::kPinnedHost;
+      owners.push_back(dst->owner);
+    }
+    if (host) {
+      // A kernel could reach pinned memory, at a fraction of what a copy engine
+      // makes of the same bus, and with the SMs that others need.
+      if (digest != nullptr || cast.cast != DeviceCast::kNone ||
+          task.dst == nullptr || task.dims.size() > 1 ||
+          (task.dims.size() == 1 &&
+           (task.dims[0].src_stride < task.run_bytes ||
+            task.dims[0].dst_stride < task.run_bytes))) {
+        return MakeError(
+            absl::StatusCode::kInvalidArgument, "BAD_COPY",
+            "between a GPU and the host only plain rows are copied: pack on "
+            "the GPU first");
+      }
+      host_tasks.push_back(&task);
+    } else if (digest == nullptr && cast.cast == DeviceCast::kNone &&
+               task.dst != nullptr && task.dims.empty() &&
+               task.run_bytes >= options_.copy_engine_bytes) {
+      engine_tasks.push_back(&task);
+    } else if (task.dst != nullptr || digest != nullptr) {
+      kernel_tasks.push_back(task);
+      kernel_casts.push_back(cast);
+    }
+  }
+  LaunchTable table;
+  status = AddTasks(kernel_tasks, kernel_casts, &table);
+  if (!status.ok()) return status;
+  const auto engines = [&](Lane* lane) -> absl::Status {
+    if (!engine_tasks.empty()) {
+      std::vector<void*> dsts;
+      std::vector<const void*> srcs;
+      std::vector<size_t> sizes;
+      for (const CopyTask* task : engine_tasks) {
+        dsts.push_back(task->dst);
+        srcs.push_back(task->src);
+        sizes.push_back(static_cast<size_t>(task->run_bytes));
+      }
+      cudaMemcpyAttributes attributes = {};
+      attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+      // Engines and not SMs: others compute meanwhile.
+      attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+      size_t first = 0;
+      const absl::Status status =
+          CheckCuda(cudaMemcpyBatchAsync(dsts.data(), srcs.data(), sizes.data(),
+                                         sizes.size(), &attributes, &first, 1,
+                                         lane->stream),
+                    "cudaMemcpyBatchAsync");
+      if (!status.ok()) return status;
+    }
+    for (const CopyTask* task : host_tasks) {
+      const cudaError_t error =
+          task->dims.empty()
+              ? cudaMemcpyAsync(task->dst, task->src, task->run_bytes,
+                                cudaMemcpyDefault, lane->stream)
+              : cudaMemcpy2DAsync(task->dst, task->dims[0].dst_stride,
+                                  task->src, task->dims[0].src_stride,
+                                  task->run_bytes, task->dims[0].extent,
+                                  cudaMemcpyDefault, lane->stream);
+      const absl::Status status = CheckCuda(error, "cudaMemcpyAsync");
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  };
+  if (engine_tasks.empty() && host_tasks.empty() && table.units.empty())
+    return absl::OkStatus();
+  std::vector<Digest> digests;
+  status = Run(table, digest != nullptr, nullptr, &digests, engines);
+  if (status.ok() && digest != nullptr && !digests.empty())
+    *digest += digests[0];
+  return status;
+}
+
+absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
+                              const CopyOptions&, Digest* digest) {
+  return CopyCast(tasks, {}, digest);
+}
+
+absl::Status CudaMemory::PackCast(const PackRequest& request,
+                                  absl::Span<const CastSpec> casts,
+                                  PackResult* result) {
+  absl::Status status = CheckPack(request);
+  if (status.ok()) status = core_->Use();
+  if (!status.ok()) return status;
+  std::vector<std::shared_ptr<const void>> owners;
+  const auto pin = [&](const char* pointer, int64_t bytes, bool writing) {
+    const absl::StatusOr<DeviceCore::Pinned> pinned =
+        core_->Pin(pointer, bytes, writing);
+    if (!pinned.ok()) return pinned.status();
+    if (pinned->place != DeviceCore::Place::kDevice) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                       "a bucket is packed in GPU memory");
+    }
+    owners.push_back(pinned->owner);
+    return absl::OkStatus();
+  };
+  status = pin(request.bucket, request.bucket_bytes, true);
+  for (size_t i = 0; status.ok() && i < request.pieces.size(); ++i) {
+    const CopyTask& task = request.pieces[i].copy;
+    if (task.bytes() == 0) continue;
+    int64_t extent = task.src_extent();
+    if (!casts.empty() && casts[i].cast != DeviceCast::kNone) {
+      extent += task.run_bytes / task.element_bytes *
+                    (casts[i].cast == DeviceCast::kBF16ToF8E4M3 ? 2 : 4) -
+                task.run_bytes;
+    }
+    status = pin(task.src, extent, false);
+  }
+  LaunchTable table;
+  if (status.ok()) status = AddPack(request, casts, &table);
+  if (!status.ok()) return status;
+  std::vector<Digest> frames;
+  status = Run(table, true, &request, &frames, nullptr);
+  if (!status.ok()) return status;
+  if (result != nullptr) {
+    result->bucket = Digest();
+    for (const Digest& digest : frames) result->bucket += digest;
+    result->frames = std::move(frames);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
+  return PackCast(request, {}, result);
+}
+
+absl::Status CudaMemory::ComputeScales(absl::Span<const DeviceScale> scales) {
+  ScaleTable table;
+  std::vector<std::shared_ptr<const void>> owners;
+  for (const DeviceScale& scale : scales) {
+    if (scale.rows <= 0 || scale.columns <= 0) continue;
+    const int64_t block_rows = (scale.rows + 127) / 128;
+    const int64_t block_columns = (scale.columns + 127) / 128;
+    const auto src = core_->Pin(
+        scale.src, ((scale.rows - 1) * scale.row_stride + scale.columns) * 2,
+        false);
+    if (!src.ok()) return src.status();
+    const auto dst = core_->Pin(
+        scale.scales,
+        ((block_rows - 1) * scale.scale_stride + block_columns) * 4, true);
+    if (!dst.ok()) return dst.status();
+    owners.push_back(src->owner);
+    owners.push_back(dst->owner);
+    AddScale(scale, &table);
+  }
+  if (table.units.empty()) return absl::OkStatus();
+  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
+  if (!lease.ok()) return lease.status();
+  Lane* const lane = lease->get();
+  const int64_t scales_bytes = table.scales.size() * sizeof(DeviceScale);
+  const int64_t units_bytes = table.units.size() * sizeof(ScaleUnit);
+  absl::Status status = core_->Reserve(lane, scales_bytes + units_bytes,
+                                       scales_bytes + units_bytes);
+  if (!status.ok()) return status;
+  memcpy(lane->host, table.scales.data(), scales_bytes);
+  memcpy(lane->host + scales_bytes, table.units.data(), units_bytes);
+  status = CheckCuda(
+      cudaMemcpyAsync(lane->device, lane->host, scales_bytes + units_bytes,
+                      cudaMemcpyHostToDevice, lane->stream),
+      "cudaMemcpyAsync");
+  if (!status.ok()) return status;
+  for (const DeviceScale& scale : table.scales) {
+    const int64_t block_columns = (scale.columns + 127) / 128;
+    for (int64_t row = 0; row * 128 < scale.rows; ++row) {
+      status =
+          CheckCuda(cudaMemsetAsync(scale.scales + row * scale.scale_stride, 0,
+                                    block_columns * 4, lane->stream),
+                    "cudaMemsetAsync");
+      if (!status.ok()) return status;
+    }
+  }
+  ScaleLaunch launch = {};
+  launch.scales = reinterpret_cast<const DeviceScale*>(lane->device);
+  launch.units =
+      reinterpret_cast<const ScaleUnit*>(lane->device + scales_bytes);
+  launch.unit_count = static_cast<int64_t>(table.units.size());
+  status = CheckCuda(
+      static_cast<cudaError_t>(LaunchBlockLargest(launch, lane->stream)),
+      "the scale kernel");
+  if (status.ok()) {
+    status = CheckCuda(
+        static_cast<cudaError_t>(LaunchBlockScale(launch, lane->stream)),
+        "the scale kernel");
+  }
+  return status.ok() ? core_->Wait(*lane) : status;
+}
+
+// ---- Small transfers ----
+
+absl::Status CudaMemory::Transfer(char* device, char* host, int64_t bytes,
+                                  bool to_host) {
+  const absl::StatusOr<DeviceCore::Pinned> pinned =
+      core_->Pin(device, bytes, !to_host);
+  if (!pinned.ok()) return pinned.status();
+  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
+  if (!lease.ok()) return lease.status();
+  Lane* const lane = lease->get();
+  absl::Status status =
+      core_->Reserve(lane, std::min(bytes, kTransferBytes), 0);
+  for (int64_t at = 0; status.ok() && at < bytes; at += kTransferBytes) {
+    const int64_t part = std::min(kTransferBytes, bytes - at);
+    if (!to_host) memcpy(lane->host, host + at, part);
+    status = CheckCuda(
+        to_host ? cudaMemcpyAsync(lane->host, device + at, part,
+                                  cudaMemcpyDeviceToHost, lane->stream)
+                : cudaMemcpyAsync(device + at, lane->host, part,
+                                  cudaMemcpyHostToDevice, lane->stream),
+        "cudaMemcpyAsync");
+    if (status.ok()) status = core_->Wait(*lane);
+    if (status.ok() && to_host) memcpy(host + at, lane->host, part);
+  }
+  return status;
+}
+
+absl::Status CudaMemory::Read(const char* from, absl::Span<char> to) {
+  if (to.empty()) return absl::OkStatus();
+  return Transfer(const_cast<char*>(from), to.data(),
+                  static_cast<int64_t>(to.size()), true);
+}
+
+absl::Status CudaMemory::Write(absl::Span<const char> from, char* to) {
+  if (from.empty()) return absl::OkStatus();
+  return Transfer(to, const_cast<char*>(from.data()),
+                  static_cast<int64_t>(from.size()), false);
+}
+
+CudaMemory::PinnedHost::~PinnedHost() {
+  owner_.reset();
+  core_->RemoveRange(data_);
+  core_->Later([data = data_] {
+    const absl::Status status =
+        CheckCuda(cudaHostUnregister(data), "cudaHostUnregister");
+    if (!status.ok()) LOG(WARNING) << status;
+    return true;
+  });
+  // The memory goes with its owner right after: it must not be registered then.
+  core_->Drain(absl::Seconds(5));
+}
+
+absl::StatusOr<std::unique_ptr<CudaMemory::PinnedHost>> CudaMemory::PinHost(
+    char* data, int64_t bytes, bool writable) {
+  absl::Status status = core_->Use();
+  if (status.ok()) {
+    status = CheckCuda(cudaHostRegister(data, bytes,
+                                        writable ? cudaHostRegisterDefault
+                                                 : cudaHostRegisterReadOnly),
+                       "cudaHostRegister");
+  }
+  if (!status.ok()) return status;
+  std::unique_ptr<PinnedHost> pinned(new PinnedHost(core_, data));
+  pinned->owner_ = std::make_shared<char>();
+  core_->AddRange(data, bytes, DeviceCore::Place::kPinnedHost, writable,
+                  pinned->owner_);
+  return pinned;
+}
+
+absl::StatusOr<CudaMemory::Usage> CudaMemory::GetUsage() {
+  absl::Status status = core_->Use();
+  size_t free = 0, total = 0;
+  if (status.ok())
+    status = CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  if (!status.ok()) return status;
+  Usage usage;
+  usage.segments_bytes = *segments_bytes_;
+  usage.scratch_bytes = core_->scratch_bytes();
+  usage.free_bytes = static_cast<int64_t>(free);
+  usage.total_bytes = static_cast<int64_t>(total);
+  return usage;
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync

@@ -1,0 +1,191 @@
+#include "transport/cuda/device_handle.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+#include "transport/cuda/cuda_error.h"
+#include "transport/cuda/driver.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+static_assert(sizeof(cudaIpcMemHandle_t) == 64, "part of the format");
+
+// On the wire, little-endian. Read by processes of other builds: only a new
+// magic changes it.
+struct Encoded {
+  char magic[8];
+  char ipc[64];
+  char probe_ipc[64];
+  char nonce[16];
+  char device_uuid[48];
+  uint64_t base;
+  int64_t bytes;
+  uint64_t buffer_id;
+  int64_t pid;
+  uint64_t start_time;
+  uint64_t pid_namespace;
+};
+constexpr char kMagic[8] = {'W', 'S', 'D', 'E', 'V', '0', '0', '1'};
+constexpr size_t kProbeBytes = 512;
+
+}  // namespace
+
+std::string DeviceHandle::Encode() const {
+  Encoded encoded = {};
+  memcpy(encoded.magic, kMagic, sizeof(kMagic));
+  memcpy(encoded.ipc, ipc.data(), ipc.size());
+  memcpy(encoded.probe_ipc, probe_ipc.data(), probe_ipc.size());
+  memcpy(encoded.nonce, nonce.data(), nonce.size());
+  memcpy(encoded.device_uuid, device_uuid.data(),
+         std::min(device_uuid.size(), sizeof(encoded.device_uuid) - 1));
+  encoded.base = base;
+  encoded.bytes = bytes;
+  encoded.buffer_id = buffer_id;
+  encoded.pid = exporter.pid;
+  encoded.start_time = exporter.start_time;
+  encoded.pid_namespace = exporter.pid_namespace;
+  return std::string(reinterpret_cast<const char*>(&encoded), sizeof(encoded));
+}
+
+absl::StatusOr<DeviceHandle> DeviceHandle::Decode(absl::string_view bytes) {
+  Encoded encoded;
+  if (bytes.size() != sizeof(encoded)) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, "HANDLE_MALFORMED",
+        absl::StrCat("a device handle has ", sizeof(encoded),
+                     " bytes; this one has ", bytes.size(),
+                     " (is the client library of another release?)"));
+  }
+  memcpy(&encoded, bytes.data(), sizeof(encoded));
+  if (memcmp(encoded.magic, kMagic, sizeof(kMagic)) != 0 ||
+      encoded.bytes <= 0 ||
+      encoded.device_uuid[sizeof(encoded.device_uuid) - 1] != '\0') {
+    return MakeError(absl::StatusCode::kInvalidArgument, "HANDLE_MALFORMED",
+                     "what was sent as a device handle is none");
+  }
+  DeviceHandle handle;
+  memcpy(handle.ipc.data(), encoded.ipc, sizeof(encoded.ipc));
+  memcpy(handle.probe_ipc.data(), encoded.probe_ipc, sizeof(encoded.probe_ipc));
+  memcpy(handle.nonce.data(), encoded.nonce, sizeof(encoded.nonce));
+  handle.device_uuid = encoded.device_uuid;
+  handle.base = encoded.base;
+  handle.bytes = encoded.bytes;
+  handle.buffer_id = encoded.buffer_id;
+  handle.exporter.pid = encoded.pid;
+  handle.exporter.start_time = encoded.start_time;
+  handle.exporter.pid_namespace = encoded.pid_namespace;
+  return handle;
+}
+
+absl::StatusOr<std::unique_ptr<DeviceExporter>> DeviceExporter::Create(
+    const DeviceInfo& device) {
+  absl::Status status = CheckIpc(device);
+  if (!status.ok()) return status;
+  std::unique_ptr<DeviceExporter> exporter(new DeviceExporter(device));
+  std::random_device random;
+  for (char& byte : exporter->nonce_) byte = static_cast<char>(random());
+  status = CheckCuda(cudaSetDevice(device.ordinal), "cudaSetDevice");
+  if (status.ok())
+    status = CheckCuda(cudaMalloc(&exporter->probe_, kProbeBytes),
+                       "cudaMalloc of the probe");
+  if (status.ok()) {
+    status =
+        CheckCuda(cudaMemcpy(exporter->probe_, exporter->nonce_.data(),
+                             exporter->nonce_.size(), cudaMemcpyHostToDevice),
+                  "cudaMemcpy to the probe");
+  }
+  if (status.ok()) {
+    cudaIpcMemHandle_t ipc;
+    status = CheckCuda(cudaIpcGetMemHandle(&ipc, exporter->probe_),
+                       "cudaIpcGetMemHandle");
+    memcpy(exporter->probe_ipc_.data(), &ipc, sizeof(ipc));
+  }
+  if (!status.ok()) return status;
+  return exporter;
+}
+
+DeviceExporter::~DeviceExporter() {
+  if (probe_ == nullptr) return;
+  cudaSetDevice(device_.ordinal);
+  const absl::Status status = CheckCuda(cudaFree(probe_), "cudaFree");
+  if (!status.ok()) LOG(WARNING) << "the probe: " << status;
+}
+
+absl::StatusOr<DevicePlace> DeviceExporter::Describe(const void* pointer,
+                                                     int64_t bytes) const {
+  const absl::StatusOr<const DriverApi*> driver = GetDriverApi();
+  if (!driver.ok()) return driver.status();
+  DevicePlace place;
+  DeviceHandle& handle = place.handle;
+  absl::Status status =
+      (*driver)->AddressRange(pointer, &handle.base, &handle.bytes);
+  if (!status.ok()) return status;
+  place.offset =
+      static_cast<int64_t>(reinterpret_cast<uint64_t>(pointer) - handle.base);
+  status = CheckPlace(handle, place.offset, bytes);
+  if (!status.ok()) return status;
+  const absl::StatusOr<bool> capable = (*driver)->HasIpcHandle(pointer);
+  if (!capable.ok()) return capable.status();
+  if (!*capable) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, "NOT_EXPORTABLE",
+        absl::StrCat(
+            "the ", handle.bytes,
+            " bytes that this tensor lies in cannot be handed to another "
+            "process: they were made by cuMemCreate (PyTorch's "
+            "expandable_segments: unset it in PYTORCH_CUDA_ALLOC_CONF), or "
+            "came from another process themselves"));
+  }
+  const absl::StatusOr<uint64_t> id = (*driver)->BufferId(pointer);
+  if (!id.ok()) return id.status();
+  handle.buffer_id = *id;
+  cudaIpcMemHandle_t ipc;
+  status =
+      CheckCuda(cudaIpcGetMemHandle(&ipc, reinterpret_cast<void*>(handle.base)),
+                "cudaIpcGetMemHandle");
+  if (!status.ok()) return status;
+  memcpy(handle.ipc.data(), &ipc, sizeof(ipc));
+  handle.device_uuid = device_.uuid;
+  handle.exporter = ThisProcess();
+  handle.probe_ipc = probe_ipc_;
+  handle.nonce = nonce_;
+  return place;
+}
+
+absl::Status DeviceExporter::CheckStillThere(const DeviceHandle& handle) {
+  const absl::StatusOr<const DriverApi*> driver = GetDriverApi();
+  if (!driver.ok()) return driver.status();
+  const absl::StatusOr<uint64_t> id =
+      (*driver)->BufferId(reinterpret_cast<const void*>(handle.base));
+  if (id.ok() && *id == handle.buffer_id) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, "ALLOCATION_FREED",
+      absl::StrCat(
+          "the allocation of ", handle.bytes, " bytes at ",
+          absl::Hex(handle.base),
+          id.ok() ? " was freed, and another one is there" : " was freed",
+          ": register the tensors again before the next publish"));
+}
+
+absl::Status CheckPlace(const DeviceHandle& handle, int64_t offset,
+                        int64_t bytes) {
+  if (offset >= 0 && bytes >= 0 && offset <= handle.bytes &&
+      bytes <= handle.bytes - offset)
+    return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
+      absl::StrCat(bytes, " bytes at offset ", offset,
+                   " do not lie in an allocation of ", handle.bytes));
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync

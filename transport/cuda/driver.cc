@@ -1,0 +1,106 @@
+#include "transport/cuda/driver.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "transport/cuda/cuda_error.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+using AddressRangeFunction = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
+using PointerAttributeFunction = CUresult (*)(void*, CUpointer_attribute,
+                                              CUdeviceptr);
+using DeviceUuidFunction = CUresult (*)(CUuuid*, CUdevice);
+
+absl::Status Find(const char* symbol, unsigned version, void** function) {
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSuccess;
+  const absl::Status status =
+      CheckCuda(cudaGetDriverEntryPointByVersion(symbol, function, version,
+                                                 cudaEnableDefault, &result),
+                symbol);
+  if (!status.ok()) return status;
+  if (*function == nullptr || result != cudaDriverEntryPointSuccess) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "DRIVER_TOO_OLD",
+                     absl::StrCat("the driver has no ", symbol));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status NotDeviceMemory(const void* pointer, CUresult result) {
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, "NOT_DEVICE_MEMORY",
+      absl::StrCat(absl::Hex(reinterpret_cast<uintptr_t>(pointer)),
+                   " is in no allocation of GPU memory of this process "
+                   "(driver error ",
+                   static_cast<int>(result), ")"));
+}
+
+}  // namespace
+
+absl::StatusOr<const DriverApi*> GetDriverApi() {
+  static absl::Mutex mutex(absl::kConstInit);
+  static const DriverApi* found = nullptr;
+  absl::MutexLock lock(&mutex);
+  if (found != nullptr) return found;
+  DriverApi api;
+  absl::Status status = Find("cuMemGetAddressRange", 3020, &api.address_range_);
+  if (status.ok())
+    status = Find("cuPointerGetAttribute", 4000, &api.pointer_attribute_);
+  // As it was before MIG: the whole GPU's.
+  if (status.ok()) status = Find("cuDeviceGetUuid", 9020, &api.device_uuid_);
+  if (!status.ok()) return status;
+  found = new DriverApi(api);
+  return found;
+}
+
+absl::Status DriverApi::AddressRange(const void* pointer, uint64_t* base,
+                                     int64_t* bytes) const {
+  CUdeviceptr found = 0;
+  size_t size = 0;
+  const CUresult result = reinterpret_cast<AddressRangeFunction>(
+      address_range_)(&found, &size, reinterpret_cast<CUdeviceptr>(pointer));
+  if (result != CUDA_SUCCESS) return NotDeviceMemory(pointer, result);
+  *base = found;
+  *bytes = static_cast<int64_t>(size);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<uint64_t> DriverApi::BufferId(const void* pointer) const {
+  unsigned long long id = 0;  // NOLINT: the driver's type
+  const CUresult result = reinterpret_cast<PointerAttributeFunction>(
+      pointer_attribute_)(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID,
+                          reinterpret_cast<CUdeviceptr>(pointer));
+  if (result != CUDA_SUCCESS) return NotDeviceMemory(pointer, result);
+  return uint64_t{id};
+}
+
+absl::StatusOr<bool> DriverApi::HasIpcHandle(const void* pointer) const {
+  int capable = 0;
+  const CUresult result =
+      reinterpret_cast<PointerAttributeFunction>(pointer_attribute_)(
+          &capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+          reinterpret_cast<CUdeviceptr>(pointer));
+  if (result != CUDA_SUCCESS) return NotDeviceMemory(pointer, result);
+  return capable != 0;
+}
+
+bool DriverApi::device_uuid(int ordinal, unsigned char* uuid) const {
+  CUuuid found;
+  if (reinterpret_cast<DeviceUuidFunction>(device_uuid_)(&found, ordinal) !=
+      CUDA_SUCCESS)
+    return false;
+  memcpy(uuid, found.bytes, sizeof(found.bytes));
+  return true;
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync

@@ -1,0 +1,45 @@
+// The few functions of the driver that the runtime has no equal for. They are
+// asked from the runtime, never linked: a machine without a GPU has only a stub
+// of libcuda.
+#ifndef WEIGHTSYNC_TRANSPORT_CUDA_DRIVER_H_
+#define WEIGHTSYNC_TRANSPORT_CUDA_DRIVER_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+
+class DriverApi {
+ public:
+  // The allocation that an address of this process lies in. INVALID_ARGUMENT
+  // (NOT_DEVICE_MEMORY).
+  absl::Status AddressRange(const void* pointer, uint64_t* base,
+                            int64_t* bytes) const;
+  // Another number for each allocation of this process, also at an address that
+  // had one before. INVALID_ARGUMENT (NOT_DEVICE_MEMORY).
+  absl::StatusOr<uint64_t> BufferId(const void* pointer) const;
+  // Whether the allocation has a handle of cudaIpcGetMemHandle: those of
+  // cuMemCreate (PyTorch's expandable segments) and imported ones have none.
+  absl::StatusOr<bool> HasIpcHandle(const void* pointer) const;
+  // Of the whole GPU, for a MIG instance too. False: unknown.
+  bool device_uuid(int ordinal, unsigned char* uuid) const;
+
+ private:
+  friend absl::StatusOr<const DriverApi*> GetDriverApi();
+  void* address_range_ = nullptr;
+  void* pointer_attribute_ = nullptr;
+  void* device_uuid_ = nullptr;
+};
+
+// FAILED_PRECONDITION: DRIVER_TOO_OLD, NO_DEVICE.
+absl::StatusOr<const DriverApi*> GetDriverApi();
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TRANSPORT_CUDA_DRIVER_H_
