@@ -44,6 +44,9 @@ struct LeaseOptions {
   absl::Duration stop_timeout = absl::Seconds(2);
   // False: the lease ends with its first stream.
   bool reconnect = true;
+  // Once it was registered, FAILED_PRECONDITION (it does not fit what trainers
+  // hold now) is no end: they change, and it is asked for again.
+  bool outlives_misfit = false;
 };
 
 // What the daemon asked for when it took the registration.
@@ -177,6 +180,7 @@ class Lease {
     absl::BitGen random;
     absl::Duration backoff = options_.first_backoff;
     absl::Time taken_since = absl::InfiniteFuture();
+    bool ever_registered = false;
     while (true) {
       {
         absl::MutexLock lock(&mutex_);
@@ -186,6 +190,9 @@ class Lease {
       bool was_registered = false;
       const absl::Status end = RunStream(&was_registered);
       callbacks_.lost(end);
+      ever_registered = ever_registered || was_registered;
+      const bool misfit = options_.outlives_misfit && ever_registered &&
+                          absl::IsFailedPrecondition(end);
       if (was_registered) {
         backoff = options_.first_backoff;
         taken_since = absl::InfiniteFuture();
@@ -197,7 +204,7 @@ class Lease {
           !options_.reconnect ||
           (absl::IsAlreadyExists(end)
                ? absl::Now() - taken_since > options_.taken_grace
-               : IsPermanent(end));
+               : IsPermanent(end) && !misfit);
       absl::MutexLock lock(&mutex_);
       registered_ = false;
       status_ = end;

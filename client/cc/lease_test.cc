@@ -110,6 +110,30 @@ TEST_F(LeaseTest, AnAnswerThatCannotChangeEndsIt) {
   EXPECT_TRUE(lease.WaitEnded(Soon()));
 }
 
+// A trainer with another catalog came, and goes again: what served before it
+// does not have to be started anew.
+TEST_F(LeaseTest, WhatFittedOnceIsAskedForAgain) {
+  LeaseOptions options = Options();
+  options.outlives_misfit = true;
+  TestLease lease(options, Callbacks());
+  lease.Start();
+  auto stream = daemon_.AcceptWorker();
+  ASSERT_NE(stream, nullptr);
+  ASSERT_TRUE(lease.WaitRegistered(Soon()).ok());
+  const grpc::Status misfit =
+      ToGrpcStatus(ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                               "PARAMETER_UNKNOWN", "No such parameter: x."));
+  stream->End(misfit);
+  for (int i = 0; i < 3; ++i) {
+    stream = daemon_.workers().Next();
+    ASSERT_NE(stream, nullptr) << i;
+    EXPECT_FALSE(lease.ended());
+    stream->End(misfit);
+  }
+  ASSERT_NE(daemon_.AcceptWorker(), nullptr);
+  EXPECT_TRUE(lease.WaitRegistered(Soon()).ok());
+}
+
 TEST_F(LeaseTest, ANameThatAPredecessorHoldsIsAskedForAgainForAWhile) {
   LeaseOptions options = Options();
   options.taken_grace = absl::Milliseconds(100);

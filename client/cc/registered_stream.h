@@ -18,6 +18,7 @@ LeaseOptions RegisteredLeaseOptions(std::string what, const Options& options) {
   lease.what = std::move(what);
   lease.register_timeout = options.register_timeout;
   lease.max_backoff = options.max_backoff;
+  lease.outlives_misfit = true;
   return lease;
 }
 

@@ -436,6 +436,10 @@ class CoordinatorCore {
   void ResumeByHand(AdminWait wait, const v1::ResumeReplicaRequest& call);
   void Rollback(AdminWait wait, const v1::RollbackModelRequest& call);
   void Release(AdminWait wait, const v1::ReleaseModelRequest& call);
+  void ReleaseHold(ModelRun* model);
+  // Nobody has the bytes that a rollback which is waited for needs: it is
+  // answered, and its hold is gone.
+  bool RollbackIsLost(ModelRun* model, const AdminWait& wait);
   void Drain(AdminWait wait, const v1::DrainNodeRequest& call);
   void DeleteVersion(AdminWait wait, const v1::DeleteVersionRequest& call);
   void DeleteReplica(AdminWait wait, const v1::DeleteReplicaRequest& call);

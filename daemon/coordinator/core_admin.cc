@@ -242,19 +242,39 @@ void CoordinatorCore::Release(AdminWait wait,
   wait.deadline = now_ + Patience(call.has_timeout(), call.timeout(),
                                   options_.operation_timeout);
   ModelRun* model = Model(wait.model);
-  if (!model->held_update_id.empty()) {
-    auto* hold = Write()->mutable_hold_released();
-    hold->set_model(wait.model);
-    *hold->mutable_time() = ToProto(now_);
-    model->held_update_id.clear();
-    Unpin(model);
-    for (auto& entry : model->replicas) {
-      entry.second.given_up = 0;
-      entry.second.not_before = absl::InfinitePast();
-    }
-    SettleAll(model);
-  }
+  ReleaseHold(model);
   waits_.push_back(std::move(wait));
+}
+
+void CoordinatorCore::ReleaseHold(ModelRun* model) {
+  if (model->held_update_id.empty()) return;
+  auto* hold = Write()->mutable_hold_released();
+  hold->set_model(model->name);
+  *hold->mutable_time() = ToProto(now_);
+  model->held_update_id.clear();
+  Unpin(model);
+  for (auto& entry : model->replicas) {
+    entry.second.given_up = 0;
+    entry.second.not_before = absl::InfinitePast();
+  }
+  SettleAll(model);
+}
+
+bool CoordinatorCore::RollbackIsLost(ModelRun* model, const AdminWait& wait) {
+  const CommittedUpdate* target = model->FindCommit(IdOf(wait.update));
+  if (target != nullptr && !target->lost) return false;
+  // Looked for when it was asked for, and evicted before the pin came. A call
+  // that fails leaves no hold behind that nobody knows of.
+  if (model->held_update_id == IdOf(wait.update)) {
+    ReleaseHold(model);
+    DrainQueue();
+  }
+  Answer(wait, Error(StatusCode::kFailedPrecondition, "NO_HOLDER",
+                     absl::StrCat("the last node that had what ", wait.model,
+                                  " was to be rolled back to has evicted it "
+                                  "meanwhile; the rollback is taken back, and "
+                                  "replicas get the newest version")));
+  return true;
 }
 
 std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
@@ -295,7 +315,15 @@ void CoordinatorCore::Drain(AdminWait wait, const v1::DrainNodeRequest& call) {
     } else {
       journal_.drained.insert(name);
     }
-    for (auto& model : models_) SettleAll(&model.second);
+    for (auto& model : models_) {
+      // What was looked for in vain may be on this node.
+      for (auto& replica : model.second.replicas) {
+        if (!call.undo()) break;
+        replica.second.fetch_failures = 0;
+        replica.second.not_before = absl::InfinitePast();
+      }
+      SettleAll(&model.second);
+    }
   }
   Answer(wait, *Queries(*this).GetNode(call.name()));
 }
@@ -522,6 +550,10 @@ void CoordinatorCore::CheckWaits() {
     ModelRun* model = Model(wait->model);
     if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) ||
         absl::holds_alternative<v1::ReleaseModelRequest>(wait->call)) {
+      if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) &&
+          RollbackIsLost(model, *wait)) {
+        return true;
+      }
       const std::vector<std::string> names = NotThere(model);
       if (names.empty()) {
         Answer(*wait, *Queries(*this).GetModel(wait->model));

@@ -684,6 +684,35 @@ TEST(RollbackTest, IsRefusedWhileNobodyIsHereWhoCouldHaveIt) {
   ExpectNextPublishWorks(&c);
 }
 
+// Found by tests/chaos: the last holder had evicted the version before the pin
+// came; the call was answered well, nobody had the version, and the hold, which
+// could not be kept, kept newer ones back.
+TEST(RollbackTest, OneWhoseBytesAreGoneIsTakenBack) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  const std::string second = c.Version().update_id();
+  c.Pass(absl::Seconds(31));  // nobody is waited for any more
+  const int64_t rollback = c.Ask(RollbackTo(1));
+  for (const char* node : {"n0", "n1", "n2"}) {
+    v1::NodeReport report;
+    report.mutable_update_evicted()->set_model(kModel);
+    report.mutable_update_evicted()->set_update_id(first);
+    c.Report(node, report);
+  }
+  c.Run();
+  c.Pass(absl::Seconds(6));
+  ASSERT_NE(c.Answered(rollback), nullptr);
+  EXPECT_EQ(c.Answered(rollback)->failure.reason(), "NO_HOLDER")
+      << c.Answered(rollback)->failure.message();
+  ExpectAllServe(c, second);
+  ExpectNextPublishWorks(&c);
+}
+
 TEST(RollbackTest, NamesWhoIsNotThereYet) {
   FakeCluster c;
   c.AddStandard();
@@ -737,6 +766,35 @@ TEST(DrainTest, ADrainedNodeGetsNoUpdatesAndIsNoHolder) {
   c.Run();
   ExpectAllServe(c, c.Version().update_id());
   ExpectNextPublishWorks(&c);
+}
+
+// What nobody could send while its holders were drained is looked for at once
+// when one is back, and not when the last try's patience is over.
+TEST(DrainTest, WhatIsTakenBackIsAHolderAtOnce) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  v1::DrainNodeRequest drain;
+  for (const char* node : {"nodes/n0", "nodes/n1", "nodes/n2"}) {
+    drain.set_name(node);
+    c.Ask(drain);
+  }
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_EQ(c.Version().version(), 2);
+  drain.set_undo(true);
+  for (const char* node : {"nodes/n1", "nodes/n2"}) {
+    drain.set_name(node);
+    c.Ask(drain);
+  }
+  c.Run();
+  c.Pass(absl::Seconds(2));
+  EXPECT_TRUE(c.Replica("r1").behind());
+  drain.set_name("nodes/n0");
+  c.Ask(drain);
+  c.Run();
+  ExpectAllServe(c, c.Version().update_id());
 }
 
 TEST(DeleteTest, VersionsAndReplicasThatNobodyNeeds) {

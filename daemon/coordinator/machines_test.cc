@@ -464,6 +464,27 @@ TEST_F(ReplicaMachineTest, AnotherUpdateIsNotBuiltBesideBeforeItFlipped) {
   EXPECT_THAT(Step(install), IsEmpty());
 }
 
+// Found by tests/chaos/simulation: its node had resumed it by itself; back, and
+// before it had named the engine, the update released it, and then waited for
+// ever for the answer to a Resume that was never sent.
+TEST_F(ReplicaMachineTest, ReleasedBeforeItIsNamedItIsResumedWhenItSaysItRuns) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  state_.named = false;
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), IsEmpty());
+  EXPECT_THAT(Step(Event(ReplicaEvent::kControlJoined)),
+              ElementsAre(R::kResumedNow));
+  // One that stands still is resumed when all is named.
+  Step(Event(ReplicaEvent::kHold));
+  state_.named = true;
+  Step(ReplicaEvent());
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  state_.named = false;
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), IsEmpty());
+  state_.named = true;
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendResume));
+}
+
 TEST_F(ReplicaMachineTest, AMixIsNotLetOffWithAPauseOfNone) {
   ReplicaEvent content = Event(ReplicaEvent::kContent);
   content.worker = 1;

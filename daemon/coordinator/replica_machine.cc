@@ -128,8 +128,11 @@ class Stepper {
           s_.deadline = now_;
           s_.served_known = false;
         } else {
-          const bool resumed = s_.engine == EngineState::kResuming ||
-                               s_.engine == EngineState::kUnresumed;
+          // Released while its node had not named it yet, it was not even sent.
+          const bool resumed =
+              s_.engine == EngineState::kResuming ||
+              s_.engine == EngineState::kUnresumed ||
+              (s_.engine != EngineState::kRunning && s_.holders.empty());
           s_.engine = EngineState::kRunning;
           // The answer was lost with the stream. One that swaps has never stood
           // still: the command itself may be lost, and is given again.

@@ -283,9 +283,13 @@ void Mover::PinUpdate(const v1::PinUpdate& command) {
   }
   auto pin = store_->Pin(command.update_id());
   if (!pin.ok()) {
-    // The coordinator is told so when somebody asks for the bytes.
     LOG(WARNING) << "Update " << command.update_id() << " of "
                  << command.model() << " cannot be kept: " << pin.status();
+    // Who wants it kept believes that it is here.
+    v1::NodeReport report;
+    report.mutable_update_evicted()->set_model(command.model());
+    report.mutable_update_evicted()->set_update_id(command.update_id());
+    options_.report(std::move(report));
     return;
   }
   absl::MutexLock lock(&mutex_);

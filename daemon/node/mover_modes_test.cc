@@ -322,6 +322,18 @@ TEST(Fetch, AHolderWithoutTheBytesSaysSo) {
   EXPECT_EQ(b.WaitPrepared().failure().reason(), "UPDATE_UNKNOWN");
 }
 
+TEST(Pins, APinOfWhatIsNotHereIsAnsweredWithItsEviction) {
+  TestNode a("a");
+  v1::PinUpdate pin;
+  pin.set_model("models/m");
+  pin.set_update_id("gone");
+  pin.set_pin(true);
+  a.mover().PinUpdate(pin);
+  const std::vector<v1::NodeReport> reports = a.TakeReports();
+  ASSERT_EQ(reports.size(), 1u);
+  EXPECT_EQ(reports[0].update_evicted().update_id(), "gone");
+}
+
 TEST(Pins, APinnedUpdateOutlivesNewerOnesAndADroppedOneGoes) {
   const v1::DefineLayout define = TwoReceivers();
   TestNode::Options options;
