@@ -421,15 +421,17 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
       if (update->recovered) end(update->update_id, true, v1::Failure());
     }
     // What it holds and nobody knows of any more, newer than what is
-    // remembered: no commit of it was told. It would be kept for ever.
+    // remembered: no commit of it was told. It would be kept for ever. So would
+    // one that the journal before an adopted one has ended and that this node
+    // was not told of; what it knows to be committed it does not drop.
     if (now_ < adopting_until_) continue;
     const int64_t remembered =
         model.commits.empty() ? 0 : model.commits.front().version;
     for (const v1::HeldUpdate& held : node->hello.held_updates()) {
       const std::string& id = held.update_id();
       if (held.model() != model.name || !node->Holds(id) ||
-          held.version() <= remembered || model.FindCommit(id) != nullptr ||
-          model.FindUpdate(id) != nullptr) {
+          (held.version() <= remembered && journal_.adopted_term == 0) ||
+          model.FindCommit(id) != nullptr || model.FindUpdate(id) != nullptr) {
         continue;
       }
       end(id, false,

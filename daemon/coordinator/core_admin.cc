@@ -447,6 +447,7 @@ void CoordinatorCore::Adopt(AdminWait wait,
   adopted->set_cluster_id(cluster);
   adopted->set_term(term_);
   *adopted->mutable_time() = ToProto(now_);
+  journal_.adopted_term = term_;
   journal_.former_clusters.insert(cluster_id_);
   journal_.former_clusters.erase(cluster);
   cluster_id_ = cluster;

@@ -1006,6 +1006,39 @@ TEST(AdoptTest, AJournalOfSomeTimeAgoTakesNobodyBack) {
   EXPECT_EQ(c.Version().version(), 43);
 }
 
+// Found by tests/chaos: a node was not told of the end of an update before the
+// journal was lost; a newer one was committed afterwards, and the node kept the
+// older one, for whose end it waited, until its store had no room.
+TEST(AdoptTest, WhatANodeWasNotToldOfIsNotKeptForEverEither) {
+  FakeCluster c;
+  c.AddStandard();
+  const std::string cluster = c.coordinator->cluster_id();
+  c.intercept = [](const std::string& node, const v1::NodeCommand& command) {
+    return node == "n1" && command.has_end_update();
+  };
+  c.PublishAll(2, 41);
+  c.Run();
+  c.intercept = nullptr;
+  const std::string older = c.Version().update_id();
+  c.PublishAll(2, 42);
+  c.Run();
+  c.journal = JournalState();
+  c.remembered_cluster = cluster;
+  c.RestartCoordinator();
+  ASSERT_EQ(c.Answered(c.Ask(v1::AdoptClusterRequest()))->failure.code(), 0);
+  c.commands.clear();
+  for (const char* node : {"n0", "n1", "n2"}) c.Reconnect(node);
+  c.Run();
+  c.Pass(absl::Seconds(31));
+  const bool told = std::any_of(
+      c.commands.begin(), c.commands.end(), [&](const auto& command) {
+        return command.first == "n1" && command.second.has_end_update() &&
+               command.second.end_update().update_id() == older;
+      });
+  EXPECT_TRUE(told);
+  ExpectNextPublishWorks(&c);
+}
+
 // Found by tests/chaos: nodes kept for ever, as incoming, an update whose
 // journal was lost before its commit, until the store had no room.
 TEST(AdoptTest, WhatNobodyCommittedIsNotKeptForEver) {
