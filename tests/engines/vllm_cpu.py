@@ -124,12 +124,25 @@ async def served(checkpoint, models, address):
     return found
 
 
+def check_transfer_engine():
+    """The backend for weight transfer fits this release: nothing abstract is left, and it is registered."""
+    import weightsync.vllm
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    engine = weightsync.vllm.TransferEngine
+    assert issubclass(engine, WeightTransferEngine) and not engine.__abstractmethods__
+    weightsync.vllm.register()
+    assert "weightsync" in WeightTransferEngineFactory._registry
+
+
 def main():
     sys.path.insert(0, str(ROOT / "tests/python"))
     import cluster
     import vllm
 
     print(f"vLLM {vllm.__version__}", flush=True)
+    check_transfer_engine()
     with tempfile.TemporaryDirectory() as scratch, cluster.Cluster() as here:
         models = [make_model(version) for version in range(VERSIONS)]
         checkpoints = [pathlib.Path(scratch, f"v{version}") for version in range(VERSIONS)]

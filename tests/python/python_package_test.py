@@ -624,3 +624,37 @@ def test_admin(daemon, address, model):
 def test_the_package_is_typed():
     assert (pathlib.Path(weightsync.__file__).parent / "py.typed").exists()
     assert (pathlib.Path(weightsync.__file__).parent / "v1/admin_pb2.pyi").exists()
+
+
+# ---- Components ----
+
+
+def test_a_draft_switches_together_with_its_model(address, model):
+    """Main and draft in one model; one replica takes both, another one the draft alone."""
+    mine = {
+        "w": numpy.ones((8, 4), numpy.float32),
+        "draft.w": weightsync.Component(numpy.ones((2, 4), numpy.float32), "draft"),
+    }
+    both = {"w": numpy.zeros((8, 4), numpy.float32), "draft.w": numpy.zeros((2, 4), numpy.float32)}
+    draft = {"draft.w": numpy.zeros((2, 4), numpy.float32)}
+    seen = []
+
+    def resume(info):
+        # Never one of them without the other.
+        seen.append((float(both["w"][0, 0]), float(both["draft.w"][0, 0])))
+
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model, "both", both, address=address, on_resume=resume
+    ) as first, weightsync.Worker(model, "draft", draft, address=address, partial=True) as second:
+        trainer.register(mine)
+        first.wait_registered()
+        second.wait_registered()
+        for value in (2, 3):
+            mine["w"][...] = value
+            mine["draft.w"].tensor[...] = value
+            assert trainer.publish().wait(60).replica_count == 2
+        with weightsync.Admin(address) as admin:
+            parameters = admin.call("GetModel", name=f"models/{model}").parameters
+            assert {p.name: p.component for p in parameters}["draft.w"] == "draft"
+    assert seen == [(2, 2), (3, 3)]
+    assert (draft["draft.w"] == 3).all()
