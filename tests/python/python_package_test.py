@@ -303,6 +303,51 @@ def test_hooks_may_be_coroutines(address, model):
     assert log == ["pause", ("resume", 1)]
 
 
+def test_a_load_callback_may_be_a_coroutine(address, model):
+    taken = {}
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        async def load(name, tensor):
+            assert asyncio.get_running_loop() is loop
+            await asyncio.sleep(0.01)
+            taken[name] = tensor.copy()
+
+        with weightsync.Trainer(model, address=address) as trainer:
+            trainer.register(weights(1))
+            worker = await asyncio.to_thread(
+                lambda: weightsync.Worker(model, "r", load=load, views="numpy", address=address, loop=loop)
+            )
+            await asyncio.to_thread(worker.wait_registered)
+            await asyncio.to_thread(trainer.publish().wait, 60)
+            await asyncio.to_thread(worker.close)
+
+    asyncio.run(main())
+    assert same(taken, weights(1))
+
+
+def test_a_load_that_never_ends_has_a_deadline(address, model):
+    applied = []
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model,
+        "r",
+        {"w": ((4,), "f32")},
+        load=lambda name, tensor: concurrent.futures.Future(),
+        load_timeout=0.1,
+        views="numpy",
+        address=address,
+        on_applied=applied.append,
+    ) as worker:
+        trainer.register({"w": numpy.ones(4, numpy.float32)})
+        worker.wait_registered()
+        update = trainer.publish()
+        cluster.wait_until(lambda: applied, "nothing was applied", 60)
+        assert applied[0].failure[0] == "LOAD_TIMEOUT" and "w" in applied[0].failure[1]
+        assert worker.installed.state == weightsync.InstalledState.WRITING and worker.version == 0
+        del update
+
+
 def test_an_engine_that_raises_in_its_hook(address, model):
     """The update is given up with the hook's reason, and the replica serves what it served."""
     live, engine = empty_like(weights()), Engine()
@@ -503,6 +548,37 @@ def test_shared_memory_that_is_gone_or_too_small(address, model, segment):
                 trainer._handle.check("register", raw.tensors(part), 1, 20.0, None)
             assert error.value.reason == reason
         del base
+
+
+def test_a_trainer_that_changes_its_tensors_too_early(address, model, segment):
+    """publish(in_place) has not returned, and the tensors change: found, with verify_source, and named."""
+    array = numpy.ndarray((1 << 20,), numpy.uint8, segment.buf)
+    stop = threading.Event()
+
+    def train():
+        while not stop.is_set():
+            numpy.add(array[::512], 1, out=array[::512])
+
+    live = {"w": numpy.zeros(1 << 20, numpy.uint8)}
+    training = threading.Thread(target=train)
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model, "r", live, address=address
+    ) as worker:
+        trainer.register({"w": array})
+        worker.wait_registered()
+        training.start()
+        try:
+            # On a busy machine the other thread may stand still while both readings are done.
+            with pytest.raises(weightsync.AbortedError) as error:
+                for _ in range(50):
+                    trainer.publish(publish_mode="in_place", verify_source=True).wait(60)
+        finally:
+            stop.set()
+            training.join()
+        assert error.value.reason == "SOURCE_CHANGED" and "rank 0" in error.value.message
+        trainer.publish(publish_mode="in_place", verify_source=True).wait(60)
+        assert (live["w"] == array).all()
+        del array
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a daemon of another user")
