@@ -734,3 +734,29 @@ def test_a_draft_switches_together_with_its_model(address, model):
             assert {p.name: p.component for p in parameters}["draft.w"] == "draft"
     assert seen == [(2, 2), (3, 3)]
     assert (draft["draft.w"] == 3).all()
+
+
+# ---- A daemon that is started again ----
+
+
+def test_everything_comes_back_when_the_daemon_does(segment):
+    """The same objects go on: arenas lie where they lay, shared memory is named again, the worker registers."""
+    copied, read = numpy.ones(5000, numpy.float32), numpy.ndarray((1 << 18,), numpy.float32, segment.buf)
+    read[...] = 1
+    live = {"copied": numpy.zeros_like(copied), "read": numpy.zeros_like(read)}
+    with cluster.Cluster() as here:
+        address = here.nodes[0].socket
+        with weightsync.Trainer("m", address=address) as trainer, weightsync.Worker(
+            "m", "r", live, address=address
+        ) as worker:
+            trainer.register({"copied": copied, "read": read})
+            worker.wait_registered()
+            trainer.publish().wait(60)
+            here.restart_node(0)
+            copied[...] = 2
+            read[...] = 3
+            worker.wait_registered(60)
+            assert trainer.publish(timeout=60).wait(60).version == 2
+            worker.wait_installed(2, 60)
+            assert (live["copied"] == 2).all() and (live["read"] == 3).all()
+    del read
