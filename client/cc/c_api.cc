@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,6 +50,17 @@ struct weightsync_replica {
 };
 
 namespace {
+
+// A library in somebody else's process does not talk unless it is asked to; a
+// program that has set glog up by itself keeps what it set.
+void Quieten(bool asked) {
+  static std::once_flag once;
+  std::call_once(once, [asked] {
+    if (asked || google::IsGoogleLoggingInitialized()) return;
+    FLAGS_logtostderr = true;
+    FLAGS_minloglevel = google::GLOG_ERROR;
+  });
+}
 
 // Above any wait that somebody means, below what absl::Duration holds.
 constexpr double kLongestSeconds = 1e9;
@@ -259,6 +271,7 @@ void weightsync_answer_detail(weightsync_answer* answer, const char* detail) {
 }
 
 void weightsync_set_log_level(int32_t level) {
+  Quieten(/*asked=*/true);
   FLAGS_logtostderr = true;
   FLAGS_minloglevel = std::max(0, std::min<int32_t>(level, 3));
 }
@@ -288,6 +301,7 @@ weightsync_error* weightsync_trainer_open(
   made.connect_timeout = Seconds(given.connect_timeout, 20);
   made.reconnect = given.no_reconnect == 0;
   const std::string name = absl::StrCat("rank ", made.rank, " of ", made.model);
+  Quieten(/*asked=*/false);
   auto opened = client::Trainer::Connect(std::move(made));
   if (!opened.ok()) return Error(__func__, name, opened.status());
   *trainer = new weightsync_trainer{name, *std::move(opened)};
@@ -520,6 +534,7 @@ weightsync_error* weightsync_worker_start(
   const std::string name =
       absl::StrCat("worker ", made.worker_index, " of replica ", made.replica,
                    " of ", made.model);
+  Quieten(/*asked=*/false);
   auto started = client::Worker::Start(std::move(made), std::move(sets[0]),
                                        std::move(sets[1]));
   if (!started.ok()) return Error(__func__, name, started.status());
@@ -633,6 +648,7 @@ weightsync_error* weightsync_replica_start(
   }
   const std::string name =
       absl::StrCat("replica ", made.replica, " of ", made.model);
+  Quieten(/*asked=*/false);
   auto started = client::Replica::Start(std::move(made), std::move(hooks));
   if (!started.ok()) return Error(__func__, name, started.status());
   *replica = new weightsync_replica{name, *std::move(started)};
@@ -661,11 +677,3 @@ void weightsync_replica_close(weightsync_replica* replica) {
 void weightsync_replica_free(weightsync_replica* replica) { delete replica; }
 
 }  // extern "C"
-
-namespace {
-// A library in somebody else's process: it does not talk unless asked to.
-const bool quiet = [] {
-  if (!google::IsGoogleLoggingInitialized()) weightsync_set_log_level(2);
-  return true;
-}();
-}  // namespace

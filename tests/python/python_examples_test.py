@@ -3,7 +3,11 @@
 import re
 import sys
 
+import pytest
+
 import cluster
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = cluster.ROOT / "client/python/examples"
 

@@ -1,7 +1,12 @@
 """Names in the Python package: rules, and what they check. No daemon here."""
 
+import json
+import subprocess
+import sys
+
 import numpy
 import pytest
+import safetensors.numpy
 from weightsync import names
 from weightsync.names import Drop, Fuse, Rename, Split, split_gate_up, split_qkv
 from weightsync.tensors import Part, Shard, parts_of
@@ -153,3 +158,101 @@ def test_a_part_describes_what_must_stay():
     other = parts(w=numpy.zeros((4, 2), numpy.float64))[0]
     assert part.describe() != other.describe()
     assert part.size_bytes == 32 and part.span_bytes() == 32
+
+
+# ---- python -m weightsync names ----
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A trainer's checkpoint in two files with an index, and an engine's in one."""
+    trainer = {
+        "h.0.qkv.weight": numpy.zeros((8, 2), numpy.float32),
+        "h.0.rope": numpy.zeros((3,), numpy.float32),
+        "h.0.extra": numpy.zeros((3,), numpy.float32),
+        "h.0.same": numpy.zeros((3,), numpy.float32),
+    }
+    engine = {
+        "layers.0.q.weight": numpy.zeros((4, 2), numpy.float32),
+        "layers.0.k.weight": numpy.zeros((2, 2), numpy.float32),
+        "layers.0.v.weight": numpy.zeros((2, 2), numpy.float16),
+        "layers.0.bias": numpy.zeros((3,), numpy.float32),
+        "layers.0.same": numpy.zeros((3,), numpy.float32),
+    }
+    names_of = {}
+    for i, name in enumerate(trainer):
+        file = f"model-{i % 2}.safetensors"
+        names_of[name] = file
+    for file in set(names_of.values()):
+        safetensors.numpy.save_file({n: trainer[n] for n in trainer if names_of[n] == file}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names_of}))
+    safetensors.numpy.save_file(engine, tmp_path / "engine.safetensors")
+    rules = tmp_path / "rules.json"
+    rules.write_text(
+        json.dumps(
+            [
+                {"rename": [r"^h\.", "layers."]},
+                {"drop": "rope$"},
+                {"split": {"pattern": "qkv", "names": ["q", "k", "v"], "sizes": [4, 2, 2]}},
+            ]
+        )
+    )
+    return index, tmp_path / "engine.safetensors", rules
+
+
+def run_names(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "weightsync", "names", *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_mapping_is_shown(files):
+    index, engine, rules = files
+    done = run_names(index, engine, "--rules", rules)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert "h.0.qkv.weight  layers.0.k.weight" in lines
+    sections = done.stdout.split("\n\n")[1:]
+    assert [section.splitlines()[0] for section in sections] == [
+        "dropped by a rule: 1",
+        "only the trainer has: 1",
+        "only the engine has: 1",
+        "differ in shape or type (trainer and engine): 1",
+    ]
+    assert "layers.0.extra" in sections[1] and "layers.0.bias" in sections[2]
+    assert "layers.0.v.weight: F32 [2, 2] and F16 [2, 2]" in sections[3]
+    found = json.loads(run_names(index, engine, "--rules", rules, "--json").stdout)
+    assert found["only_trainer"] == ["layers.0.extra"]
+    assert run_names(engine, engine).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "rules, sentence",
+    [
+        ('[{"rename": ["nowhere", "x"]}]', "RULE_UNUSED"),
+        ('[{"turn": 1}]', "is no rule"),
+        ('[{"split": {"pattern": "q"}}]', "names"),
+        ("[", "Expecting"),
+    ],
+)
+def test_bad_rules_are_said(files, tmp_path, rules, sentence):
+    bad = tmp_path / "bad.json"
+    bad.write_text(rules)
+    done = run_names(files[0], files[1], "--rules", bad)
+    assert done.returncode == 2 and sentence in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"1234567", (1 << 40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]", b"\2" + bytes(7) + b"{"],
+)
+def test_bad_files_are_said(files, tmp_path, data):
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(data)
+    done = run_names(bad, files[1])
+    assert done.returncode == 2 and "FILE_INVALID" in done.stderr, done.stderr
+    index = tmp_path / "evil.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "../../etc/passwd"}}))
+    done = run_names(index, files[1])
+    assert done.returncode == 2 and "does not lie beside it" in done.stderr

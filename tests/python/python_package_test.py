@@ -303,6 +303,51 @@ def test_hooks_may_be_coroutines(address, model):
     assert log == ["pause", ("resume", 1)]
 
 
+def test_a_load_callback_may_be_a_coroutine(address, model):
+    taken = {}
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        async def load(name, tensor):
+            assert asyncio.get_running_loop() is loop
+            await asyncio.sleep(0.01)
+            taken[name] = tensor.copy()
+
+        with weightsync.Trainer(model, address=address) as trainer:
+            trainer.register(weights(1))
+            worker = await asyncio.to_thread(
+                lambda: weightsync.Worker(model, "r", load=load, views="numpy", address=address, loop=loop)
+            )
+            await asyncio.to_thread(worker.wait_registered)
+            await asyncio.to_thread(trainer.publish().wait, 60)
+            await asyncio.to_thread(worker.close)
+
+    asyncio.run(main())
+    assert same(taken, weights(1))
+
+
+def test_a_load_that_never_ends_has_a_deadline(address, model):
+    applied = []
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model,
+        "r",
+        {"w": ((4,), "f32")},
+        load=lambda name, tensor: concurrent.futures.Future(),
+        load_timeout=0.1,
+        views="numpy",
+        address=address,
+        on_applied=applied.append,
+    ) as worker:
+        trainer.register({"w": numpy.ones(4, numpy.float32)})
+        worker.wait_registered()
+        update = trainer.publish()
+        cluster.wait_until(lambda: applied, "nothing was applied", 60)
+        assert applied[0].failure[0] == "LOAD_TIMEOUT" and "w" in applied[0].failure[1]
+        assert worker.installed.state == weightsync.InstalledState.WRITING and worker.version == 0
+        del update
+
+
 def test_an_engine_that_raises_in_its_hook(address, model):
     """The update is given up with the hook's reason, and the replica serves what it served."""
     live, engine = empty_like(weights()), Engine()
@@ -505,6 +550,37 @@ def test_shared_memory_that_is_gone_or_too_small(address, model, segment):
         del base
 
 
+def test_a_trainer_that_changes_its_tensors_too_early(address, model, segment):
+    """publish(in_place) has not returned, and the tensors change: found, with verify_source, and named."""
+    array = numpy.ndarray((1 << 20,), numpy.uint8, segment.buf)
+    stop = threading.Event()
+
+    def train():
+        while not stop.is_set():
+            numpy.add(array[::512], 1, out=array[::512])
+
+    live = {"w": numpy.zeros(1 << 20, numpy.uint8)}
+    training = threading.Thread(target=train)
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model, "r", live, address=address
+    ) as worker:
+        trainer.register({"w": array})
+        worker.wait_registered()
+        training.start()
+        try:
+            # On a busy machine the other thread may stand still while both readings are done.
+            with pytest.raises(weightsync.AbortedError) as error:
+                for _ in range(50):
+                    trainer.publish(publish_mode="in_place", verify_source=True).wait(60)
+        finally:
+            stop.set()
+            training.join()
+        assert error.value.reason == "SOURCE_CHANGED" and "rank 0" in error.value.message
+        trainer.publish(publish_mode="in_place", verify_source=True).wait(60)
+        assert (live["w"] == array).all()
+        del array
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a daemon of another user")
 def test_shared_memory_of_another_user(model, segment):
     """The daemon is nobody's: what only root may read, it is not given."""
@@ -624,3 +700,63 @@ def test_admin(daemon, address, model):
 def test_the_package_is_typed():
     assert (pathlib.Path(weightsync.__file__).parent / "py.typed").exists()
     assert (pathlib.Path(weightsync.__file__).parent / "v1/admin_pb2.pyi").exists()
+
+
+# ---- Components ----
+
+
+def test_a_draft_switches_together_with_its_model(address, model):
+    """Main and draft in one model; one replica takes both, another one the draft alone."""
+    mine = {
+        "w": numpy.ones((8, 4), numpy.float32),
+        "draft.w": weightsync.Component(numpy.ones((2, 4), numpy.float32), "draft"),
+    }
+    both = {"w": numpy.zeros((8, 4), numpy.float32), "draft.w": numpy.zeros((2, 4), numpy.float32)}
+    draft = {"draft.w": numpy.zeros((2, 4), numpy.float32)}
+    seen = []
+
+    def resume(info):
+        # Never one of them without the other.
+        seen.append((float(both["w"][0, 0]), float(both["draft.w"][0, 0])))
+
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model, "both", both, address=address, on_resume=resume
+    ) as first, weightsync.Worker(model, "draft", draft, address=address, partial=True) as second:
+        trainer.register(mine)
+        first.wait_registered()
+        second.wait_registered()
+        for value in (2, 3):
+            mine["w"][...] = value
+            mine["draft.w"].tensor[...] = value
+            assert trainer.publish().wait(60).replica_count == 2
+        with weightsync.Admin(address) as admin:
+            parameters = admin.call("GetModel", name=f"models/{model}").parameters
+            assert {p.name: p.component for p in parameters}["draft.w"] == "draft"
+    assert seen == [(2, 2), (3, 3)]
+    assert (draft["draft.w"] == 3).all()
+
+
+# ---- A daemon that is started again ----
+
+
+def test_everything_comes_back_when_the_daemon_does(segment):
+    """The same objects go on: arenas lie where they lay, shared memory is named again, the worker registers."""
+    copied, read = numpy.ones(5000, numpy.float32), numpy.ndarray((1 << 18,), numpy.float32, segment.buf)
+    read[...] = 1
+    live = {"copied": numpy.zeros_like(copied), "read": numpy.zeros_like(read)}
+    with cluster.Cluster() as here:
+        address = here.nodes[0].socket
+        with weightsync.Trainer("m", address=address) as trainer, weightsync.Worker(
+            "m", "r", live, address=address
+        ) as worker:
+            trainer.register({"copied": copied, "read": read})
+            worker.wait_registered()
+            trainer.publish().wait(60)
+            here.restart_node(0)
+            copied[...] = 2
+            read[...] = 3
+            worker.wait_registered(60)
+            assert trainer.publish(timeout=60).wait(60).version == 2
+            worker.wait_installed(2, 60)
+            assert (live["copied"] == 2).all() and (live["read"] == 3).all()
+    del read
