@@ -6,7 +6,6 @@
 //
 // A line of the result: NAME VALUE UNIT FLOOR RATIO GOAL, where RATIO is that
 // of the floor's time to the figure's (1 is the floor itself), or "-".
-#include <cuda_runtime_api.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -38,12 +37,6 @@ void Must(const absl::Status& status) {
   if (status.ok()) return;
   fprintf(stderr, "gpu_bench: %s: %s\n", ReasonOf(status).c_str(),
           std::string(status.message()).c_str());
-  exit(1);
-}
-
-void Must(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  fprintf(stderr, "gpu_bench: %s\n", cudaGetErrorString(error));
   exit(1);
 }
 

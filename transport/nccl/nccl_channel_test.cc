@@ -34,7 +34,7 @@ bool Runs() { return false; }
 std::unique_ptr<NcclDevice> NewDevice(int ordinal,
                                       NcclOptions options = NcclOptions()) {
   options.device_uuid = (*cuda::ListDevices())[ordinal].uuid;
-  options.staging_bytes = 10000;
+  options.staging_bytes = 10 << 10;
   auto device = NcclDevice::Create(options);
   EXPECT_TRUE(device.ok()) << device.status();
   return *std::move(device);
@@ -102,6 +102,9 @@ TEST_F(NcclChannelTest, VersionsMustBeTheSame) {
   EXPECT_TRUE(absl::StrContains(
       status.message(), NcclVersionText(b_device_->library().version())));
   EXPECT_EQ(ReasonOf(b_->Accept("something")), "NOT_A_PEER");
+  offer = *a_->Offer();
+  offer[12] = static_cast<char>(offer[12] + 1);
+  EXPECT_EQ(ReasonOf(b_->Accept(offer)), "NCCL_OPTIONS_MISMATCH");
 }
 
 TEST_F(NcclChannelTest, TwoEndsOnOneGpuAreNeverTried) {

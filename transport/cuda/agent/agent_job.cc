@@ -64,6 +64,10 @@ std::string AgentConfig::Encode() const {
       .PutString(fd_socket)
       .Put(keep_free_bytes)
       .Put(stall_deadline_ms)
+      .PutString(nccl_library)
+      .Put(nccl_max_ctas)
+      .Put(nccl_cta_policy)
+      .Put(nccl_staging_bytes)
       .bytes();
 }
 
@@ -76,6 +80,10 @@ absl::StatusOr<AgentConfig> AgentConfig::Decode(absl::string_view bytes) {
   config.fd_socket = in.GetString();
   config.keep_free_bytes = in.Get<int64_t>();
   config.stall_deadline_ms = in.Get<int64_t>();
+  config.nccl_library = in.GetString();
+  config.nccl_max_ctas = in.Get<int32_t>();
+  config.nccl_cta_policy = in.Get<int32_t>();
+  config.nccl_staging_bytes = in.Get<int64_t>();
   if (!in.done()) return Malformed();
   return config;
 }

@@ -54,6 +54,12 @@ struct AgentCopy {
   int64_t bytes = 0;
 };
 
+// Bytes of a part of what a channel moves, in host memory.
+struct AgentPart {
+  AgentPlace place;
+  int64_t bytes = 0;
+};
+
 struct AgentConfig {
   std::string device_uuid;  // empty: the only one
   int32_t slots = 3;
@@ -61,6 +67,11 @@ struct AgentConfig {
   std::string fd_socket;  // where the agent's segments are redeemed
   int64_t keep_free_bytes = 64 << 20;
   int64_t stall_deadline_ms = 60000;
+  // For channels over NCCL: as transport/nccl/nccl_channel.h has them.
+  std::string nccl_library;
+  int32_t nccl_max_ctas = 4;
+  int32_t nccl_cta_policy = 1;
+  int64_t nccl_staging_bytes = 32 << 20;
 
   std::string Encode() const;
   static absl::StatusOr<AgentConfig> Decode(absl::string_view bytes);

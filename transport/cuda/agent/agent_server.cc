@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -24,6 +25,7 @@
 #include "transport/cuda/cuda_memory.h"
 #include "transport/error.h"
 #include "transport/host/host_memory.h"
+#include "transport/nccl/nccl_channel.h"
 
 namespace weightsync {
 namespace transport {
@@ -106,6 +108,10 @@ class AgentServer {
         threads.clear();
       }
     }
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const auto& [id, channel] : channels_) channel->stop = true;
+    }
     // The daemon is gone, and nobody is left who could kill this.
     std::thread([] {
       absl::SleepFor(kEndDeadline);
@@ -115,6 +121,8 @@ class AgentServer {
     for (std::thread& thread : threads) thread.join();
     {
       absl::MutexLock lock(&mutex_);
+      channels_.clear();
+      nccl_.reset();
       imports_.clear();
       hosts_.clear();
     }
@@ -200,6 +208,28 @@ class AgentServer {
       case AgentMessage::kExportSlot:
         status = ExportSlot(&in, &out);
         break;
+      case AgentMessage::kChannelNew:
+        status = NewChannel(&out);
+        break;
+      case AgentMessage::kChannelOffer:
+      case AgentMessage::kChannelAccept:
+      case AgentMessage::kChannelConnect:
+      case AgentMessage::kChannelMove:
+        status = UseChannel(request.type, &in, &out);
+        break;
+      case AgentMessage::kChannelStop:
+        if (const auto channel = FindChannel(in.Get<uint64_t>()))
+          channel->stop = true;
+        return;
+      case AgentMessage::kChannelEnd: {
+        std::shared_ptr<Channel> gone;
+        absl::MutexLock lock(&mutex_);
+        const auto at = channels_.find(in.Get<uint64_t>());
+        if (at == channels_.end()) break;
+        gone = std::move(at->second);
+        channels_.erase(at);
+        break;
+      }
       case AgentMessage::kAdvanceSlot: {
         const uint64_t slot = in.Get<uint64_t>();
         if (slot >= slots_.size()) {
@@ -246,6 +276,16 @@ class AgentServer {
     }
     memory_ = *std::move(memory);
     slots_ = std::move(slots);
+    nccl_options_.library = config->nccl_library;
+    nccl_options_.device_uuid = memory_->core()->device().uuid;
+    nccl_options_.max_ctas = config->nccl_max_ctas;
+    nccl_options_.cta_policy = config->nccl_cta_policy;
+    nccl_options_.staging_bytes = config->nccl_staging_bytes;
+    // What hangs in NCCL ends with the process, and with nothing less.
+    nccl_options_.on_hung = [](const absl::Status& status) {
+      LOG(ERROR) << "the agent ends: " << status.message();
+      _exit(kAgentDeviceLost);
+    };
     out->PutString(memory_->core()->device().uuid);
     out->PutString(memory_->core()->device().name);
     return absl::OkStatus();
@@ -393,6 +433,75 @@ class AgentServer {
                     : absl::OkStatus();
   }
 
+  // One end of an edge. Used by one request at a time; `stop` ends that early.
+  struct Channel {
+    std::unique_ptr<tcp::PayloadChannel> end;
+    std::atomic<bool> stop{false};
+  };
+
+  std::shared_ptr<Channel> FindChannel(uint64_t id) {
+    absl::MutexLock lock(&mutex_);
+    const auto at = channels_.find(id);
+    return at == channels_.end() ? nullptr : at->second;
+  }
+
+  absl::Status NewChannel(AgentWriter* out) {
+    nccl::NcclDevice* device;
+    {
+      // NCCL is loaded when the first group wants it.
+      absl::MutexLock lock(&mutex_);
+      if (nccl_ == nullptr) {
+        absl::StatusOr<std::unique_ptr<nccl::NcclDevice>> made =
+            nccl::NcclDevice::Create(nccl_options_);
+        if (!made.ok()) return made.status();
+        nccl_ = *std::move(made);
+      }
+      device = nccl_.get();
+    }
+    absl::StatusOr<std::unique_ptr<tcp::PayloadChannel>> end =
+        device->NewChannel();
+    if (!end.ok()) return end.status();
+    auto channel = std::make_shared<Channel>();
+    channel->end = *std::move(end);
+    absl::MutexLock lock(&mutex_);
+    out->Put(++next_id_);
+    channels_[next_id_] = std::move(channel);
+    return absl::OkStatus();
+  }
+
+  absl::Status UseChannel(AgentMessage type, AgentReader* in,
+                          AgentWriter* out) {
+    const std::shared_ptr<Channel> channel = FindChannel(in->Get<uint64_t>());
+    if (channel == nullptr) return BadJob("a channel that is not there");
+    const auto stopped = [&channel] { return channel->stop.load(); };
+    if (type == AgentMessage::kChannelOffer) {
+      const absl::StatusOr<std::string> offer = channel->end->Offer();
+      if (offer.ok()) out->PutString(*offer);
+      return offer.status();
+    }
+    if (type == AgentMessage::kChannelAccept)
+      return channel->end->Accept(in->GetString());
+    const absl::Duration timeout = absl::Nanoseconds(in->Get<int64_t>());
+    if (type == AgentMessage::kChannelConnect)
+      return channel->end->Connect(timeout, stopped);
+    const bool send = in->Get<bool>();
+    const uint64_t count = in->Get<uint64_t>();
+    std::vector<std::shared_ptr<const void>> keep;
+    std::vector<absl::Span<char>> parts;
+    std::vector<absl::Span<const char>> read_parts;
+    for (uint64_t i = 0; i < count && in->ok(); ++i) {
+      const AgentPart part = in->Get<AgentPart>();
+      if (part.place.kind != AgentPlace::Kind::kHost)
+        return BadJob("a channel moves host memory");
+      const absl::StatusOr<char*> data = Resolve(part.place, part.bytes, &keep);
+      if (!data.ok()) return data.status();
+      parts.push_back(absl::MakeSpan(*data, static_cast<size_t>(part.bytes)));
+      read_parts.push_back(parts.back());
+    }
+    return send ? channel->end->Send(read_parts, timeout, stopped)
+                : channel->end->Receive(parts, timeout, stopped);
+  }
+
   absl::Status ExportSlot(AgentReader* in, AgentWriter* out) {
     const uint64_t slot = in->Get<uint64_t>();
     const int64_t pid = in->Get<int64_t>();
@@ -422,6 +531,10 @@ class AgentServer {
   std::map<uint64_t, std::shared_ptr<const ImportedAllocation>> imports_
       ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::shared_ptr<HostMap>> hosts_ ABSL_GUARDED_BY(mutex_);
+  nccl::NcclOptions nccl_options_;  // set by kConfigure
+  std::unique_ptr<nccl::NcclDevice> nccl_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, std::shared_ptr<Channel>> channels_
+      ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace

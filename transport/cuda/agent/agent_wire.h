@@ -34,6 +34,13 @@ enum class AgentMessage : uint32_t {
   kCopy,
   kExportSlot,
   kAdvanceSlot,
+  kChannelNew,
+  kChannelOffer,
+  kChannelAccept,
+  kChannelConnect,
+  kChannelMove,
+  kChannelStop,  // what waits on it is to end; not answered
+  kChannelEnd,
   // Answers.
   kFrames,  // some frames of a kPack are in place
   kDone,    // the last: a status, then what was asked for

@@ -26,6 +26,10 @@ namespace {
 
 constexpr int kAgentFd = 3;
 constexpr absl::Duration kEndDeadline = absl::Seconds(3);
+// How often a call that may be stopped looks.
+constexpr absl::Duration kStopEvery = absl::Milliseconds(10);
+// What an agent may take beyond what it was given: NCCL's abort.
+constexpr absl::Duration kChannelMargin = absl::Seconds(10);
 
 absl::Status Lost(absl::string_view why) {
   return MakeError(absl::StatusCode::kUnavailable, "DEVICE_AGENT_LOST", why);
@@ -156,8 +160,8 @@ void DeviceAgent::Read(int socket) {
 
 absl::StatusOr<std::string> DeviceAgent::Ask(
     uint64_t epoch, AgentMessage type, const std::string& payload, int fd,
-    absl::Duration deadline,
-    std::function<void(const AgentPacket&)> on_frames) {
+    absl::Duration deadline, std::function<void(const AgentPacket&)> on_frames,
+    const std::function<bool()>& stopped, uint64_t channel) {
   const absl::Time until = absl::Now() + deadline;
   Call call;
   call.on_frames = std::move(on_frames);
@@ -191,6 +195,20 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
   absl::MutexLock lock(&mutex_);
   if (sent.ok() || absl::IsUnavailable(sent)) {
     const auto done = [&call]() { return call.done; };
+    bool told_to_stop = stopped == nullptr;
+    while (!told_to_stop && !call.done && absl::Now() < until) {
+      if (mutex_.AwaitWithTimeout(absl::Condition(&done), kStopEvery)) break;
+      mutex_.Unlock();
+      if (stopped()) {
+        // It answers all the same, soon.
+        told_to_stop = true;
+        absl::MutexLock send_lock(&send_mutex_);
+        (void)SendPacket(socket, AgentMessage::kChannelStop, 0,
+                         AgentWriter().Put(channel).bytes(), -1,
+                         options_.hang_deadline);
+      }
+      mutex_.Lock();
+    }
     mutex_.AwaitWithDeadline(absl::Condition(&done), until);
   }
   if (call.done) {
@@ -393,6 +411,65 @@ absl::StatusOr<uint64_t> DeviceAgent::AdvanceSlot(uint64_t epoch, uint64_t slot,
           -1, deadline);
   if (!answer.ok()) return answer.status();
   return AgentReader(*answer).Get<uint64_t>();
+}
+
+absl::StatusOr<uint64_t> DeviceAgent::NewChannel(uint64_t epoch,
+                                                 absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kChannelNew, "", -1, deadline);
+  if (!answer.ok()) return answer.status();
+  return AgentReader(*answer).Get<uint64_t>();
+}
+
+absl::StatusOr<std::string> DeviceAgent::ChannelOffer(uint64_t epoch,
+                                                      uint64_t channel,
+                                                      absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kChannelOffer,
+          AgentWriter().Put(channel).bytes(), -1, deadline);
+  if (!answer.ok()) return answer.status();
+  return AgentReader(*answer).GetString();
+}
+
+absl::Status DeviceAgent::ChannelAccept(uint64_t epoch, uint64_t channel,
+                                        const std::string& offer,
+                                        absl::Duration deadline) {
+  return Ask(epoch, AgentMessage::kChannelAccept,
+             AgentWriter().Put(channel).PutString(offer).bytes(), -1, deadline)
+      .status();
+}
+
+absl::Status DeviceAgent::ChannelConnect(uint64_t epoch, uint64_t channel,
+                                         absl::Duration timeout,
+                                         const std::function<bool()>& stopped) {
+  return Ask(epoch, AgentMessage::kChannelConnect,
+             AgentWriter()
+                 .Put(channel)
+                 .Put(absl::ToInt64Nanoseconds(timeout))
+                 .bytes(),
+             -1, timeout + kChannelMargin, nullptr, stopped, channel)
+      .status();
+}
+
+absl::Status DeviceAgent::ChannelMove(uint64_t epoch, uint64_t channel,
+                                      bool send,
+                                      absl::Span<const AgentPart> parts,
+                                      absl::Duration timeout,
+                                      const std::function<bool()>& stopped) {
+  AgentWriter out;
+  out.Put(channel).Put(absl::ToInt64Nanoseconds(timeout)).Put(send);
+  out.Put(static_cast<uint64_t>(parts.size()));
+  for (const AgentPart& part : parts) out.Put(part);
+  return Ask(epoch, AgentMessage::kChannelMove, out.bytes(), -1,
+             timeout + kChannelMargin, nullptr, stopped, channel)
+      .status();
+}
+
+absl::Status DeviceAgent::EndChannel(uint64_t epoch, uint64_t channel,
+                                     absl::Duration deadline) {
+  return Ask(epoch, AgentMessage::kChannelEnd,
+             AgentWriter().Put(channel).bytes(), -1, deadline)
+      .status();
 }
 
 }  // namespace cuda

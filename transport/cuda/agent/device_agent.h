@@ -101,6 +101,24 @@ class DeviceAgent {
   absl::StatusOr<uint64_t> AdvanceSlot(uint64_t epoch, uint64_t slot,
                                        absl::Duration deadline);
 
+  // ---- Ends of edges over NCCL (agent_channel.h) ----
+
+  absl::StatusOr<uint64_t> NewChannel(uint64_t epoch, absl::Duration deadline);
+  absl::StatusOr<std::string> ChannelOffer(uint64_t epoch, uint64_t channel,
+                                           absl::Duration deadline);
+  absl::Status ChannelAccept(uint64_t epoch, uint64_t channel,
+                             const std::string& offer, absl::Duration deadline);
+  // `stopped` ends them early, in bounded time.
+  absl::Status ChannelConnect(uint64_t epoch, uint64_t channel,
+                              absl::Duration timeout,
+                              const std::function<bool()>& stopped);
+  absl::Status ChannelMove(uint64_t epoch, uint64_t channel, bool send,
+                           absl::Span<const AgentPart> parts,
+                           absl::Duration timeout,
+                           const std::function<bool()>& stopped);
+  absl::Status EndChannel(uint64_t epoch, uint64_t channel,
+                          absl::Duration deadline);
+
  private:
   struct Call {
     std::function<void(const AgentPacket&)> on_frames;
@@ -122,7 +140,8 @@ class DeviceAgent {
   absl::StatusOr<std::string> Ask(
       uint64_t epoch, AgentMessage type, const std::string& payload, int fd,
       absl::Duration deadline,
-      std::function<void(const AgentPacket&)> on_frames = nullptr);
+      std::function<void(const AgentPacket&)> on_frames = nullptr,
+      const std::function<bool()>& stopped = nullptr, uint64_t channel = 0);
 
   const Options options_;
   std::string device_uuid_, device_name_;  // constant after Start
