@@ -14,6 +14,12 @@ REQUIRES_NVCC = select({
     "//conditions:default": ["@platforms//:incompatible"],
 }) if NVCC else ["@platforms//:incompatible"]
 
+# The same, and NCCL too.
+REQUIRES_NVCC_AND_NCCL = select({
+    "@cuda_config//:has_nccl": [],
+    "//conditions:default": ["@platforms//:incompatible"],
+}) if NVCC else ["@platforms//:incompatible"]
+
 def _flags():
     flags = [
         "-std=c++17",

@@ -381,6 +381,7 @@ TEST_F(CudaMemoryTest, AHandleFromAnotherNamespaceThatCannotBeOpened) {
   EXPECT_TRUE(absl::StrContains(status.message(), "shareProcessNamespace"));
   // Where it can be opened all the same, nothing is wrong with it.
   EXPECT_TRUE(daemon->imports()->Acquire(handle, false).ok());
+  daemon->core()->Drain(absl::Seconds(5));
 }
 
 TEST_F(CudaMemoryTest, MemoryThatIsNotTheExportersIsNotUsed) {
@@ -390,6 +391,7 @@ TEST_F(CudaMemoryTest, MemoryThatIsNotTheExportersIsNotUsed) {
   handle.nonce[3] ^= 1;
   EXPECT_EQ(ReasonOf(daemon->imports()->Acquire(handle, false).status()),
             "PROBE_FAILED");
+  daemon->core()->Drain(absl::Seconds(5));
 }
 
 TEST_F(CudaMemoryTest, HandlesThatAreNone) {

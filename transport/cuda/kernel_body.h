@@ -9,6 +9,16 @@
 #include "transport/cuda/kernels.h"
 #include "transport/digest_definition.h"
 
+// Rare paths stay small: a kernel of five times the code takes five times as
+// long to compile for each generation of GPUs, and more registers.
+#if defined(__CUDA_ARCH__)
+#define WEIGHTSYNC_ROLLED _Pragma("unroll 1")
+#define WEIGHTSYNC_OUT_OF_LINE __noinline__
+#else
+#define WEIGHTSYNC_ROLLED
+#define WEIGHTSYNC_OUT_OF_LINE
+#endif
+
 namespace weightsync {
 namespace transport {
 namespace cuda {
@@ -18,6 +28,28 @@ struct alignas(kBytes) Vector {
   unsigned char bytes[kBytes];
 };
 
+struct DigestLanes {
+  uint64_t lane[kDigestLanes];
+};
+
+// What one word adds, with the keys from a table.
+WEIGHTSYNC_HOST_DEVICE inline DigestLanes WordTerm(const int16_t* inner_keys,
+                                                   uint64_t seed,
+                                                   int64_t word_index,
+                                                   int16_t word) {
+  const int inner = static_cast<int>(word_index % kDigestBlockWords);
+  const uint64_t bits = DigestBlockBits(seed, word_index / kDigestBlockWords);
+  DigestLanes term;
+  for (int lane = 0; lane < kDigestLanes; ++lane) {
+    const int64_t product = static_cast<int64_t>(word) *
+                            inner_keys[lane * kDigestBlockWords + inner];
+    term.lane[lane] =
+        static_cast<uint64_t>(product) *
+        static_cast<uint64_t>(static_cast<int64_t>(DigestBlockKey(bits, lane)));
+  }
+  return term;
+}
+
 // The two sums of one thread. While words come in eights that stand alike in
 // their blocks, as those of one thread in a long run do, the keys stay in
 // registers.
@@ -26,19 +58,6 @@ struct DigestSum {
   const int16_t* inner_keys;
   int phase = -1;
   int32_t keys[kDigestLanes][8];
-
-  WEIGHTSYNC_HOST_DEVICE void Add(uint64_t seed, int64_t word_index,
-                                  int16_t word) {
-    const int inner = static_cast<int>(word_index % kDigestBlockWords);
-    const uint64_t bits = DigestBlockBits(seed, word_index / kDigestBlockWords);
-    for (int lane = 0; lane < kDigestLanes; ++lane) {
-      const int64_t product = static_cast<int64_t>(word) *
-                              inner_keys[lane * kDigestBlockWords + inner];
-      lanes[lane] += static_cast<uint64_t>(product) *
-                     static_cast<uint64_t>(
-                         static_cast<int64_t>(DigestBlockKey(bits, lane)));
-    }
-  }
 
   // REQUIRES: word_index is a multiple of 8.
   WEIGHTSYNC_HOST_DEVICE void AddEight(uint64_t seed, int64_t word_index,
@@ -65,27 +84,45 @@ struct DigestSum {
   }
 };
 
-// Adds `count` bytes of elements that follow one another from `element` on.
+// A vector whose words do not stand in eights, word by word. By value: what a
+// function out of line can point to does not stay in registers.
+template <int kBytes>
+WEIGHTSYNC_HOST_DEVICE WEIGHTSYNC_OUT_OF_LINE inline DigestLanes VectorByWords(
+    const Vector<kBytes> vector, uint64_t seed, int64_t element,
+    int32_t element_bytes, const int16_t* inner_keys) {
+  DigestLanes sum = {{0, 0}};
+  const bool bytes = element_bytes == 1;
+  const int64_t word = bytes ? element : element * (element_bytes / 2);
+  WEIGHTSYNC_ROLLED
+  for (int i = 0; i < (bytes ? kBytes : kBytes / 2); ++i) {
+    const int16_t value = bytes
+                              ? static_cast<int16_t>(vector.bytes[i])
+                              : static_cast<int16_t>(static_cast<uint16_t>(
+                                    vector.bytes[(2 * i) % kBytes] |
+                                    (vector.bytes[(2 * i + 1) % kBytes] << 8)));
+    const DigestLanes term = WordTerm(inner_keys, seed, word + i, value);
+    sum.lane[0] += term.lane[0];
+    sum.lane[1] += term.lane[1];
+  }
+  return sum;
+}
+
+// Adds a vector of elements that follow one another from `element` on.
 template <int kBytes>
 WEIGHTSYNC_HOST_DEVICE inline void AddVector(const Vector<kBytes>& vector,
                                              uint64_t seed, int64_t element,
                                              int32_t element_bytes,
                                              DigestSum* sum) {
-  if (element_bytes == 1) {
-    if (kBytes % 8 == 0 && element % 8 == 0) {
-      for (int at = 0; at + 8 <= kBytes; at += 8) {
-        int16_t words[8];
-        for (int i = 0; i < 8; ++i) words[i] = vector.bytes[at + i];
-        sum->AddEight(seed, element + at, words);
-      }
-    } else {
-      for (int i = 0; i < kBytes; ++i)
-        sum->Add(seed, element + i, vector.bytes[i]);
+  if (kBytes == 16 && element_bytes == 1 && element % 8 == 0) {
+    for (int at = 0; at + 8 <= kBytes; at += 8) {
+      int16_t words[8];
+      for (int i = 0; i < 8; ++i) words[i] = vector.bytes[at + i];
+      sum->AddEight(seed, element + at, words);
     }
     return;
   }
   const int64_t word = element * (element_bytes / 2);
-  if (kBytes == 16 && word % 8 == 0) {
+  if (kBytes == 16 && element_bytes != 1 && word % 8 == 0) {
     int16_t words[8];
     for (int i = 0; i < 8; ++i) {
       words[i] = static_cast<int16_t>(
@@ -95,12 +132,10 @@ WEIGHTSYNC_HOST_DEVICE inline void AddVector(const Vector<kBytes>& vector,
     sum->AddEight(seed, word, words);
     return;
   }
-  for (int i = 0; i < kBytes / 2; ++i) {
-    sum->Add(seed, word + i,
-             static_cast<int16_t>(static_cast<uint16_t>(
-                 vector.bytes[(2 * i) % kBytes] |
-                 (vector.bytes[(2 * i + 1) % kBytes] << 8))));
-  }
+  const DigestLanes more = VectorByWords<kBytes>(
+      vector, seed, element, element_bytes, sum->inner_keys);
+  sum->lanes[0] += more.lane[0];
+  sum->lanes[1] += more.lane[1];
 }
 
 // Where the byte `at` of a copy's dense destination lies.
@@ -110,8 +145,8 @@ struct CopyPlace {
   int64_t in_run;    // elements from the start of the run
 };
 
-WEIGHTSYNC_HOST_DEVICE inline CopyPlace PlaceOf(const DeviceCopy& copy,
-                                                int64_t element) {
+WEIGHTSYNC_HOST_DEVICE WEIGHTSYNC_OUT_OF_LINE inline CopyPlace PlaceOf(
+    const DeviceCopy& copy, int64_t element) {
   CopyPlace place;
   int64_t row;
   // Division of 64 bits costs a GPU four times that of 32.
@@ -126,6 +161,7 @@ WEIGHTSYNC_HOST_DEVICE inline CopyPlace PlaceOf(const DeviceCopy& copy,
   place.src = place.in_run * copy.src_element_bytes;
   place.dst = place.in_run * copy.dst_element_bytes;
   place.element = copy.first_element + place.in_run;
+  WEIGHTSYNC_ROLLED
   for (int i = copy.dim_count; i-- > 0;) {
     const DeviceDim& dim = copy.dims[i];
     int64_t outer;
@@ -148,6 +184,7 @@ template <typename T>
 WEIGHTSYNC_HOST_DEVICE inline T Load(const char* from, bool unaligned) {
   if (!unaligned) return *reinterpret_cast<const T*>(from);
   T value;
+  WEIGHTSYNC_ROLLED
   for (int i = 0; i < static_cast<int>(sizeof(T)); ++i)
     reinterpret_cast<char*>(&value)[i] = from[i];
   return value;
@@ -162,9 +199,10 @@ WEIGHTSYNC_HOST_DEVICE inline Vector<kBytes> LoadCast(const DeviceCopy& copy,
   Vector<kBytes> out = {};
   switch (copy.cast) {
     case DeviceCast::kNone:
-      return Load<Vector<kBytes>>(src, unaligned);
+      break;
     case DeviceCast::kF32ToBF16:
     case DeviceCast::kF32ToF16:
+      WEIGHTSYNC_ROLLED
       for (int i = 0; i < kBytes / 2; ++i) {
         const uint32_t bits = Load<uint32_t>(src + 4 * i, unaligned);
         const uint16_t value = copy.cast == DeviceCast::kF32ToBF16
@@ -179,6 +217,7 @@ WEIGHTSYNC_HOST_DEVICE inline Vector<kBytes> LoadCast(const DeviceCopy& copy,
       int64_t row = element / copy.scale_columns;
       int64_t column = element - row * copy.scale_columns;
       float scale = 0;
+      WEIGHTSYNC_ROLLED
       for (int i = 0; i < kBytes; ++i, ++column) {
         if (column == copy.scale_columns) {
           column = 0;
@@ -207,9 +246,47 @@ WEIGHTSYNC_HOST_DEVICE inline void Store(char* to, const Vector<kBytes>& vector,
   for (int i = 0; i < kBytes; ++i) to[i] = static_cast<char>(vector.bytes[i]);
 }
 
+// Bytes [begin, end), which lie in one run, as they are: what nearly all bytes
+// of a model are. Several loads are under way at a time.
+template <int kBytes>
+WEIGHTSYNC_HOST_DEVICE inline void CopyInRun(const DeviceCopy& copy,
+                                             int64_t begin, int64_t end,
+                                             uint32_t thread, uint32_t threads,
+                                             bool digest, DigestSum* sum) {
+  constexpr int kInFlight = 4;
+  const uint64_t seed = DigestSeed(copy.ordinal);
+  const CopyPlace place = PlaceOf(copy, begin / copy.dst_element_bytes);
+  const char* const src = copy.src + place.src;
+  char* const dst = copy.dst == nullptr ? nullptr : copy.dst + place.dst;
+  const int64_t bytes = end - begin;
+  const int64_t step = static_cast<int64_t>(threads) * kBytes;
+  const int64_t step_elements = step / copy.dst_element_bytes;
+  int64_t at = static_cast<int64_t>(thread) * kBytes;
+  int64_t element = place.element + at / copy.dst_element_bytes;
+  while (at < bytes) {
+    Vector<kBytes> vectors[kInFlight];
+    for (int i = 0; i < kInFlight; ++i) {
+      if (at + i * step < bytes)
+        vectors[i] =
+            *reinterpret_cast<const Vector<kBytes>*>(src + at + i * step);
+    }
+    for (int i = 0; i < kInFlight; ++i) {
+      if (at + i * step >= bytes) break;
+      if (dst != nullptr)
+        *reinterpret_cast<Vector<kBytes>*>(dst + at + i * step) = vectors[i];
+      if (digest) {
+        AddVector<kBytes>(vectors[i], seed, element + i * step_elements,
+                          copy.dst_element_bytes, sum);
+      }
+    }
+    at += kInFlight * step;
+    element += kInFlight * step_elements;
+  }
+}
+
 // Bytes [begin, end) of the copy's dense destination, in vectors, every
 // `threads`th from the `thread`th on.
-template <int kBytes>
+template <int kBytes, bool kCast>
 WEIGHTSYNC_HOST_DEVICE inline void CopyVectors(const DeviceCopy& copy,
                                                int64_t begin, int64_t end,
                                                uint32_t thread,
@@ -225,9 +302,11 @@ WEIGHTSYNC_HOST_DEVICE inline void CopyVectors(const DeviceCopy& copy,
     Vector<kBytes> vector;
     if (copy.src == nullptr) {
       vector = Vector<kBytes>();
-    } else {
+    } else if (kCast) {
       vector = LoadCast<kBytes>(copy, copy.src + place.src,
                                 at / copy.dst_element_bytes);
+    } else {
+      vector = Load<Vector<kBytes>>(copy.src + place.src, copy.unaligned != 0);
     }
     if (copy.dst != nullptr)
       Store<kBytes>(copy.dst + place.dst, vector, copy.unaligned != 0);
@@ -262,22 +341,44 @@ WEIGHTSYNC_HOST_DEVICE inline int64_t CopyUnit(const CopyLaunch& launch,
   if (begin < 0) begin = 0;
   if (end > copy.bytes) end = copy.bytes;
   const bool digest = launch.digests != nullptr && copy.src != nullptr;
-  switch (copy.vector_bytes) {
-    case 16:
-      CopyVectors<16>(copy, begin, end, thread, threads, digest, sum);
-      break;
-    case 8:
-      CopyVectors<8>(copy, begin, end, thread, threads, digest, sum);
-      break;
-    case 4:
-      CopyVectors<4>(copy, begin, end, thread, threads, digest, sum);
-      break;
-    case 2:
-      CopyVectors<2>(copy, begin, end, thread, threads, digest, sum);
-      break;
-    default:
-      CopyVectors<1>(copy, begin, end, thread, threads, digest, sum);
-      break;
+  if (copy.vector_bytes == 16 && copy.src != nullptr &&
+      copy.cast == DeviceCast::kNone && copy.unaligned == 0) {
+    const int64_t run_bytes = copy.run_elements * copy.dst_element_bytes;
+    if (copy.dim_count == 0 || begin / run_bytes == (end - 1) / run_bytes) {
+      CopyInRun<16>(copy, begin, end, thread, threads, digest, sum);
+      return launch.frame_bytes == 0 ? 0 : unit_begin / launch.frame_bytes;
+    }
+  }
+  if (copy.cast != DeviceCast::kNone) {
+    switch (copy.vector_bytes) {
+      case 16:
+        CopyVectors<16, true>(copy, begin, end, thread, threads, digest, sum);
+        break;
+      case 2:
+        CopyVectors<2, true>(copy, begin, end, thread, threads, digest, sum);
+        break;
+      default:
+        CopyVectors<1, true>(copy, begin, end, thread, threads, digest, sum);
+        break;
+    }
+  } else {
+    switch (copy.vector_bytes) {
+      case 16:
+        CopyVectors<16, false>(copy, begin, end, thread, threads, digest, sum);
+        break;
+      case 8:
+        CopyVectors<8, false>(copy, begin, end, thread, threads, digest, sum);
+        break;
+      case 4:
+        CopyVectors<4, false>(copy, begin, end, thread, threads, digest, sum);
+        break;
+      case 2:
+        CopyVectors<2, false>(copy, begin, end, thread, threads, digest, sum);
+        break;
+      default:
+        CopyVectors<1, false>(copy, begin, end, thread, threads, digest, sum);
+        break;
+    }
   }
   return launch.frame_bytes == 0 ? 0 : unit_begin / launch.frame_bytes;
 }

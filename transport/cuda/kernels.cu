@@ -20,7 +20,7 @@ __device__ inline void AddToShared(uint64_t value, unsigned long long* shared) {
 }  // namespace
 
 // A block of threads for each unit. Every thread stays to the end.
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 3)
     CopyKernel(const CopyLaunch launch) {
   for (int64_t unit = blockIdx.x; unit < launch.unit_count; unit += gridDim.x) {
     DigestSum sum;

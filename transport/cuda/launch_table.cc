@@ -48,6 +48,8 @@ void ChooseVector(DeviceCopy* copy) {
   while (vector > 1 && dst % vector != 0) vector /= 2;
   copy->unaligned = vector < copy->dst_element_bytes ||
                     (cast && src % copy->src_element_bytes != 0);
+  // Casts know two widths.
+  if (cast && vector < 16) vector = copy->dst_element_bytes;
   copy->vector_bytes = copy->unaligned ? copy->dst_element_bytes : vector;
 }
 

@@ -66,8 +66,10 @@ class TestProcess {
  private:
   static std::unique_ptr<FdServer> Start() {
     static std::atomic<int> counter{0};
+    // A simulated machine has a folder of its own.
+    const char* dir = getenv("GPU_SIM_DIR");
     absl::StatusOr<std::unique_ptr<FdServer>> server = FdServer::Start(
-        std::string(getenv("GPU_SIM_DIR")) + "/fds_" +
+        std::string(dir != nullptr ? dir : "/tmp") + "/fds_" +
             std::to_string(getpid()) + "_" + std::to_string(counter++),
         FdServer::Options());
     EXPECT_TRUE(server.ok()) << server.status();

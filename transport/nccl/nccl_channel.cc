@@ -27,7 +27,7 @@ using cuda::CheckCuda;
 struct Offer {
   char magic[8];
   int32_t nccl_version;
-  int32_t unused;
+  int32_t staging_kib;  // both ends cut at multiples of it
   char device_uuid[48];
   ncclUniqueId id;
 };
@@ -49,6 +49,8 @@ class NcclChannel final : public tcp::PayloadChannel {
     nccl::Offer offer = {};
     memcpy(offer.magic, kMagic, sizeof(kMagic));
     offer.nccl_version = device_->library().version();
+    offer.staging_kib =
+        static_cast<int32_t>(device_->options_.staging_bytes >> 10);
     strncpy(offer.device_uuid, device_->device_uuid().c_str(),
             sizeof(offer.device_uuid) - 1);
     const absl::Status status =
@@ -85,6 +87,15 @@ class NcclChannel final : public tcp::PayloadChannel {
           absl::StrCat("both ends are on ", device_->device_uuid(),
                        ", and NCCL refuses two ranks on one GPU: bytes stay "
                        "there by CUDA IPC"));
+    }
+    if (offer.staging_kib !=
+        static_cast<int32_t>(device_->options_.staging_bytes >> 10)) {
+      return MakeError(absl::StatusCode::kFailedPrecondition,
+                       "NCCL_OPTIONS_MISMATCH",
+                       absl::StrCat("the sender stages ", offer.staging_kib,
+                                    " KiB at a time and the receiver ",
+                                    device_->options_.staging_bytes >> 10,
+                                    ": give all nodes the same"));
     }
     id_ = offer.id;
     rank_ = 1;
@@ -277,6 +288,11 @@ absl::StatusOr<std::unique_ptr<NcclDevice>> NcclDevice::Create(
     const NcclOptions& options) {
   const absl::StatusOr<std::string> settings = CheckNcclEnvironment(environ);
   if (!settings.ok()) return settings.status();
+  if (options.staging_bytes < 1024 || options.staging_bytes % 1024 != 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_SIZE",
+                     absl::StrCat("a staging buffer of ", options.staging_bytes,
+                                  " bytes; it is whole KiB"));
+  }
   std::unique_ptr<NcclDevice> device(new NcclDevice(options));
   absl::StatusOr<std::unique_ptr<NcclLibrary>> library =
       NcclLibrary::Load(options.library);

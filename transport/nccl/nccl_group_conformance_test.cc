@@ -26,7 +26,7 @@ NcclDevice* DeviceOf(int ordinal) {
     NcclOptions options;
     options.device_uuid = (*cuda::ListDevices())[ordinal].uuid;
     // Less than a batch, so that it goes in pieces.
-    options.staging_bytes = 300000;
+    options.staging_bytes = 300 << 10;
     auto device = NcclDevice::Create(options);
     EXPECT_TRUE(device.ok()) << device.status();
     devices[ordinal] = *std::move(device);

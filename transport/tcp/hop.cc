@@ -41,6 +41,22 @@ absl::Status PeerSilent(const HopOptions& options, const std::string& peer,
           absl::FormatDuration(absl::Milliseconds(silent_nanos / 1000000))));
 }
 
+absl::Status ChannelFailure(const HopOptions& options,
+                            const absl::Status& status) {
+  if (status.ok() || EdgeOf(status).has_value()) return status;
+  // Whatever the library behind it says of a peer that it has lost.
+  const std::string reason = ReasonOf(status);
+  return EdgeError(
+      status.code(),
+      absl::IsUnavailable(status) || reason.empty() ? "EDGE_LOST" : reason,
+      options.from, options.to, status.message());
+}
+
+bool HungUp(int fd) {
+  pollfd state{fd, POLLRDHUP, 0};
+  return poll(&state, 1, 0) > 0 && state.revents != 0;
+}
+
 void SendNow(int fd, const std::string& bytes) {
   (void)!send(fd, bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
 }

@@ -44,6 +44,13 @@ absl::Status PeerFailure(const HopOptions& options, const std::string& peer,
 absl::Status PeerSilent(const HopOptions& options, const std::string& peer,
                         int64_t silent_nanos);
 
+// What a payload channel said, as an error of the edge.
+absl::Status ChannelFailure(const HopOptions& options,
+                            const absl::Status& status);
+
+// Whether the peer has closed its end, or is gone.
+bool HungUp(int fd);
+
 // Sends `bytes` if the socket takes them now; for last words.
 void SendNow(int fd, const std::string& bytes);
 

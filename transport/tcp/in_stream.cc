@@ -35,7 +35,14 @@ void InStream::Join() {
 
 void InStream::Run() {
   last_sent_ = last_heard_ = NowNanos();
-  const absl::Status status = Loop();
+  absl::Status status = Loop();
+  while (!status.ok() && ReasonOf(status).empty() && channel_ != nullptr &&
+         hop_->stop_mode() == StopMode::kRun) {
+    // It waited for the channel; the peer may have said why it left.
+    const absl::StatusOr<int64_t> n = reader_.ReadSome();
+    if (!n.ok() && !ReasonOf(n.status()).empty()) status = n.status();
+    if (!n.ok() || *n == 0) break;
+  }
   for (const Incoming& frame : incoming_) {
     if (frame.landing != nullptr) frame.landing->Unclaim(frame.header.frame);
   }
@@ -130,6 +137,18 @@ absl::Status InStream::FlushAll() {
   }
 }
 
+bool InStream::Stopped() const {
+  return hop_->stop_mode() != StopMode::kRun || HungUp(fd_.get());
+}
+
+absl::Status InStream::FromChannel(const absl::Status& status) {
+  last_heard_ = NowNanos();
+  if (status.ok()) return status;
+  if (hop_->stop_mode() == StopMode::kRun && HungUp(fd_.get()))
+    return absl::UnavailableError("the peer closed the connection");
+  return ChannelFailure(hop_->options(), status);
+}
+
 absl::Status InStream::OnOffer(absl::string_view offer) {
   absl::Status status;
   if (hop_->options().payload == nullptr) {
@@ -146,12 +165,9 @@ absl::Status InStream::OnOffer(absl::string_view offer) {
   }
   out_ += EncodeMessage(MessageType::kPayloadAnswer, EncodeStatus(status));
   if (absl::Status sent = FlushAll(); !sent.ok()) return sent;
-  if (!status.ok()) return status;
-  status = channel_->Connect(hop_->options().peer_deadline, [this] {
-    return hop_->stop_mode() != StopMode::kRun;
-  });
-  last_heard_ = NowNanos();
-  return status;
+  if (!status.ok()) return ChannelFailure(hop_->options(), status);
+  return FromChannel(channel_->Connect(hop_->options().peer_deadline,
+                                       [this] { return Stopped(); }));
 }
 
 absl::Status InStream::FetchFrames(const std::vector<FrameHeader>& frames,
@@ -161,11 +177,8 @@ absl::Status InStream::FetchFrames(const std::vector<FrameHeader>& frames,
   std::vector<absl::Span<char>> parts;
   for (size_t i = 0; i < frames.size(); ++i)
     parts.push_back(absl::MakeSpan(places[i], frames[i].length));
-  const absl::Status status =
-      channel_->Receive(parts, hop_->options().peer_deadline,
-                        [this] { return hop_->stop_mode() != StopMode::kRun; });
-  last_heard_ = NowNanos();
-  return status;
+  return FromChannel(channel_->Receive(parts, hop_->options().peer_deadline,
+                                       [this] { return Stopped(); }));
 }
 
 void InStream::Poll() {

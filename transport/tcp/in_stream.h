@@ -34,6 +34,10 @@ class InStream : private MessageSink {
   absl::Status Flush(int64_t now);
   // Until everything in out_ is sent.
   absl::Status FlushAll();
+  // Whether a payload channel is to stop waiting.
+  bool Stopped() const;
+  // What the channel said; less, when the peer had more to say (Run).
+  absl::Status FromChannel(const absl::Status& status);
   // Meets the sender's end of the payload channel.
   absl::Status OnOffer(absl::string_view offer);
   void Poll();

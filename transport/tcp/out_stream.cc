@@ -147,29 +147,37 @@ absl::Status OutStream::SendAll(const std::string& message) {
 absl::Status OutStream::ConnectChannel() {
   absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
       hop_->options().payload();
-  if (!channel.ok()) return channel.status();
+  if (!channel.ok()) return ChannelFailure(hop_->options(), channel.status());
   channel_ = *std::move(channel);
   const absl::StatusOr<std::string> offer = channel_->Offer();
-  if (!offer.ok()) return offer.status();
+  if (!offer.ok()) return ChannelFailure(hop_->options(), offer.status());
   absl::Status status =
       SendAll(EncodeMessage(MessageType::kPayloadOffer, *offer));
   if (status.ok()) status = ReadUntil(answered_);
-  if (status.ok()) status = answer_;
+  if (status.ok()) status = ChannelFailure(hop_->options(), answer_);
   if (!status.ok() || hop_->stop_mode() != StopMode::kRun) return status;
-  status = channel_->Connect(hop_->options().peer_deadline, [this] {
-    return hop_->stop_mode() != StopMode::kRun;
-  });
+  return FromChannel(channel_->Connect(hop_->options().peer_deadline,
+                                       [this] { return Stopped(); }));
+}
+
+bool OutStream::Stopped() const {
+  return hop_->stop_mode() != StopMode::kRun || HungUp(fd_.get());
+}
+
+absl::Status OutStream::FromChannel(const absl::Status& status) {
   last_heard_ = NowNanos();
-  return status;
+  if (status.ok()) return status;
+  if (hop_->stop_mode() == StopMode::kRun && HungUp(fd_.get()))
+    return absl::UnavailableError("the peer closed the connection");
+  return ChannelFailure(hop_->options(), status);
 }
 
 absl::Status OutStream::SendOverChannel() {
   if (absl::Status status = ReadUntil(ready_); !status.ok()) return status;
   if (!ready_) return absl::OkStatus();  // it ends
   ready_ = false;
-  const absl::Status status =
-      channel_->Send(payload_, hop_->options().peer_deadline,
-                     [this] { return hop_->stop_mode() != StopMode::kRun; });
+  const absl::Status status = FromChannel(channel_->Send(
+      payload_, hop_->options().peer_deadline, [this] { return Stopped(); }));
   if (!status.ok()) return status;
   int64_t bytes = 0;
   for (const absl::Span<const char> part : payload_)

@@ -46,6 +46,10 @@ class OutStream : private MessageSink {
   absl::Status ConnectChannel();
   // Sends the batch's frames over the channel, when the receiver is ready.
   absl::Status SendOverChannel();
+  // Whether the payload channel is to stop waiting.
+  bool Stopped() const;
+  // What the channel said; less, when the peer had more to say (Run).
+  absl::Status FromChannel(const absl::Status& status);
   // Reads until `done`, the end of the stream, or the peer's silence.
   absl::Status ReadUntil(const bool& done);
   absl::Status SendAll(const std::string& message);

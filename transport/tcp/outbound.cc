@@ -176,7 +176,8 @@ PeerProgress Outbound::Progress() const {
   absl::MutexLock lock(&mutex_);
   progress.repaired_frames = repaired_;
   progress.queued_frames =
-      static_cast<int64_t>(queue_.size() + repairs_.size());
+      static_cast<int64_t>(queue_.size() + repairs_.size()) +
+      taken_frames_.load(std::memory_order_relaxed);
   progress.bytes_per_second = rate_.bytes_per_second();
   progress.status = failure_;
   return progress;
@@ -201,6 +202,8 @@ void Outbound::Take(OutStream* stream, size_t limit, Work* work) {
     work->frames.push_back(queue_.front());
     queue_.pop_front();
   }
+  taken_frames_.fetch_add(static_cast<int64_t>(work->frames.size()),
+                          std::memory_order_relaxed);
   work->give_up = giving_up_ && queue_.empty() && repairs_.empty();
   if (work->give_up) work->give_up_why = give_up_why_;
   if (work->frames.empty()) sleeping_.push_back(stream);
@@ -209,6 +212,8 @@ void Outbound::Take(OutStream* stream, size_t limit, Work* work) {
 void Outbound::Sent(int64_t bytes, size_t frames) {
   bytes_.fetch_add(bytes, std::memory_order_relaxed);
   frames_.fetch_add(static_cast<int64_t>(frames), std::memory_order_relaxed);
+  taken_frames_.fetch_sub(static_cast<int64_t>(frames),
+                          std::memory_order_relaxed);
   observer_->OnSentSome();
 }
 

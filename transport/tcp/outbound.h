@@ -148,6 +148,7 @@ class Outbound {
   std::atomic<StopMode> stop_mode_{StopMode::kRun};
   std::atomic<int64_t> bytes_{0};
   std::atomic<int64_t> frames_{0};
+  std::atomic<int64_t> taken_frames_{0};  // by streams, and not sent yet
   std::atomic<int64_t> heard_nanos_{0};
 };
 

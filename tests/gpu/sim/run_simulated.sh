@@ -30,7 +30,8 @@ if (($# == 0)); then
 fi
 
 # A program with a static cudart, or with none, would run on no simulator at all.
-if ! readelf -d "$1" | grep -q 'NEEDED.*libcudart\.so\.'; then
+# (Whole outputs: a grep that has seen enough would end what writes to it.)
+if ! grep -q 'NEEDED.*libcudart\.so\.' <<<"$(readelf -d "$1")"; then
   echo "FAILED: $1 is not linked with the shared libcudart" >&2
   exit 1
 fi
@@ -42,7 +43,7 @@ export GPU_SIM_DIR
 export GPU_SIM_KERNELS=$kernels
 export LD_LIBRARY_PATH=$sim${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-if ! ldd "$1" | grep -q "libcudart.* => $sim/"; then
+if ! grep -q "libcudart.* => $sim/" <<<"$(ldd "$1")"; then
   echo "FAILED: the simulated libcudart in $sim is not what $1 loads" >&2
   exit 1
 fi

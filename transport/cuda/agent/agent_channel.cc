@@ -1,0 +1,193 @@
+#include "transport/cuda/agent/agent_channel.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+constexpr absl::Duration kShort = absl::Seconds(10);
+
+}  // namespace
+
+class AgentChannel final : public tcp::PayloadChannel {
+ public:
+  static absl::StatusOr<std::unique_ptr<PayloadChannel>> Make(
+      const AgentChannels* channels) {
+    std::unique_ptr<AgentChannel> made(new AgentChannel(channels));
+    made->epoch_ = made->agent()->epoch();
+    if (made->epoch_ == 0) {
+      return MakeError(absl::StatusCode::kUnavailable, "DEVICE_AGENT_LOST",
+                       "the device agent is being started again");
+    }
+    const absl::StatusOr<uint64_t> id =
+        made->agent()->NewChannel(made->epoch_, kShort);
+    if (!id.ok()) return id.status();
+    made->id_ = *id;
+    return std::unique_ptr<PayloadChannel>(std::move(made));
+  }
+  ~AgentChannel() override {
+    if (id_ != 0) (void)agent()->EndChannel(epoch_, id_, kShort);
+    if (buffer_ != nullptr) {
+      (void)agent()->UnmapHost(epoch_, buffer_host_, kShort);
+      munmap(buffer_, buffer_bytes());
+    }
+  }
+
+  absl::StatusOr<std::string> Offer() override {
+    return agent()->ChannelOffer(epoch_, id_, kShort);
+  }
+  absl::Status Accept(absl::string_view offer) override {
+    return agent()->ChannelAccept(epoch_, id_, std::string(offer), kShort);
+  }
+  absl::Status Connect(absl::Duration timeout,
+                       const Stopped& stopped) override {
+    return agent()->ChannelConnect(epoch_, id_, timeout, stopped);
+  }
+  absl::Status Send(absl::Span<const absl::Span<const char>> parts,
+                    absl::Duration timeout, const Stopped& stopped) override {
+    return Move<const char>(parts, true, timeout, stopped);
+  }
+  absl::Status Receive(absl::Span<const absl::Span<char>> parts,
+                       absl::Duration timeout,
+                       const Stopped& stopped) override {
+    return Move<char>(parts, false, timeout, stopped);
+  }
+
+ private:
+  explicit AgentChannel(const AgentChannels* channels) : channels_(channels) {}
+  DeviceAgent* agent() const { return channels_->agent_; }
+  int64_t buffer_bytes() const { return channels_->staging_bytes_; }
+
+  // What does not lie in memory that the agent has.
+  struct Bounced {
+    char* here;
+    int64_t at, bytes;
+  };
+
+  // In pieces of the staging buffer's size, as both agents cut.
+  template <typename Byte>
+  absl::Status Move(absl::Span<const absl::Span<Byte>> parts, bool send,
+                    absl::Duration timeout, const Stopped& stopped) {
+    std::vector<AgentPart> piece;
+    std::vector<Bounced> bounced;
+    int64_t bytes = 0, in_buffer = 0;
+    const auto flush = [&]() -> absl::Status {
+      if (bytes == 0) return absl::OkStatus();
+      absl::Status status =
+          agent()->ChannelMove(epoch_, id_, send, piece, timeout, stopped);
+      if (status.ok() && !send) {
+        for (const Bounced& part : bounced)
+          memcpy(part.here, buffer_ + part.at, part.bytes);
+      }
+      piece.clear();
+      bounced.clear();
+      bytes = in_buffer = 0;
+      return status;
+    };
+    for (absl::Span<Byte> part : parts) {
+      while (!part.empty()) {
+        const absl::Span<Byte> head =
+            part.subspan(0, static_cast<size_t>(buffer_bytes() - bytes));
+        part.remove_prefix(head.size());
+        const int64_t size = static_cast<int64_t>(head.size());
+        AgentPart placed;
+        if (!channels_->Find(head.data(), size, epoch_, &placed)) {
+          absl::Status status = MakeBuffer();
+          if (!status.ok()) return status;
+          placed.place = {AgentPlace::Kind::kHost, buffer_host_, in_buffer};
+          placed.bytes = size;
+          if (send) {
+            memcpy(buffer_ + in_buffer, head.data(), head.size());
+          } else {
+            bounced.push_back(
+                {const_cast<char*>(head.data()), in_buffer, size});
+          }
+          in_buffer += size;
+        }
+        piece.push_back(placed);
+        bytes += size;
+        if (bytes == buffer_bytes()) {
+          absl::Status status = flush();
+          if (!status.ok()) return status;
+        }
+      }
+    }
+    return flush();
+  }
+
+  absl::Status MakeBuffer() {
+    if (buffer_ != nullptr) return absl::OkStatus();
+    const int64_t bytes = buffer_bytes();
+    const int fd = memfd_create("weightsync_channel", MFD_CLOEXEC);
+    void* data = MAP_FAILED;
+    if (fd >= 0 && ftruncate(fd, bytes) == 0) {
+      data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    }
+    if (data == MAP_FAILED) {
+      const int error = errno;
+      if (fd >= 0) close(fd);
+      return MakeErrnoError(absl::StatusCode::kResourceExhausted,
+                            "HOST_MAP_FAILED", "a channel's buffer", error);
+    }
+    const absl::StatusOr<uint64_t> host =
+        agent()->MapHost(epoch_, fd, 0, bytes, kShort);
+    close(fd);
+    if (!host.ok()) {
+      munmap(data, bytes);
+      return host.status();
+    }
+    buffer_ = static_cast<char*>(data);
+    buffer_host_ = *host;
+    return absl::OkStatus();
+  }
+
+  const AgentChannels* const channels_;
+  uint64_t epoch_ = 0;
+  uint64_t id_ = 0;
+  char* buffer_ = nullptr;
+  uint64_t buffer_host_ = 0;
+};
+
+void AgentChannels::AddMemory(const char* data, int64_t bytes, uint64_t epoch,
+                              uint64_t host) {
+  absl::MutexLock lock(&mutex_);
+  ranges_[data] = {bytes, epoch, host};
+}
+
+void AgentChannels::RemoveMemory(const char* data) {
+  absl::MutexLock lock(&mutex_);
+  ranges_.erase(data);
+}
+
+bool AgentChannels::Find(const char* data, int64_t bytes, uint64_t epoch,
+                         AgentPart* part) const {
+  absl::MutexLock lock(&mutex_);
+  auto at = ranges_.upper_bound(data);
+  if (at == ranges_.begin()) return false;
+  --at;
+  const int64_t offset = data - at->first;
+  if (at->second.epoch != epoch || offset + bytes > at->second.bytes)
+    return false;
+  part->place = {AgentPlace::Kind::kHost, at->second.host, offset};
+  part->bytes = bytes;
+  return true;
+}
+
+tcp::PayloadChannelFactory AgentChannels::Factory() {
+  return [this] { return AgentChannel::Make(this); };
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync

@@ -1,0 +1,61 @@
+// Ends of edges over NCCL whose communicators live in a device agent.
+#ifndef WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_CHANNEL_H_
+#define WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_CHANNEL_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "transport/cuda/agent/device_agent.h"
+#include "transport/tcp/payload_channel.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+
+// Makes the payload channels of an Endpoint out of a device agent's. The
+// connections of the chain, and so who is there, which frames come and what
+// became of them, stay in the daemon; the agent moves bytes between host memory
+// and its peers' GPUs. An agent that dies is a lost edge.
+//
+// Memory that the agent has mapped (AddMemory) goes straight; any other is
+// copied through a buffer that both have. Thread-safe; outlives its channels.
+class AgentChannels {
+ public:
+  // `agent` outlives this. `staging_bytes`: as in the agent's configuration.
+  AgentChannels(DeviceAgent* agent, int64_t staging_bytes)
+      : agent_(agent), staging_bytes_(staging_bytes) {}
+
+  // [data, data + bytes) is host memory `host` of the agent's epoch.
+  void AddMemory(const char* data, int64_t bytes, uint64_t epoch,
+                 uint64_t host);
+  void RemoveMemory(const char* data);
+
+  tcp::PayloadChannelFactory Factory();
+
+ private:
+  friend class AgentChannel;
+  struct Range {
+    int64_t bytes;
+    uint64_t epoch, host;
+  };
+  // False when it is not mapped by the agent of this epoch.
+  bool Find(const char* data, int64_t bytes, uint64_t epoch,
+            AgentPart* part) const;
+
+  DeviceAgent* const agent_;
+  const int64_t staging_bytes_;
+  mutable absl::Mutex mutex_;
+  std::map<const char*, Range> ranges_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_CHANNEL_H_

@@ -1,0 +1,93 @@
+#include "transport/cuda/agent/agent_job.h"
+
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+absl::Status Malformed() {
+  return MakeError(absl::StatusCode::kInvalidArgument, "BAD_JOB",
+                   "a job for a device agent that is none");
+}
+
+}  // namespace
+
+std::string AgentPack::Encode() const {
+  AgentWriter out;
+  out.Put(bucket_bytes).Put(frame_bytes).Put(slot).Put(to_host).Put(host);
+  out.Put(static_cast<uint64_t>(pieces.size()));
+  for (const AgentPiece& piece : pieces) {
+    const CopyTask& copy = piece.copy;
+    out.Put(piece.offset).Put(piece.source).Put(piece.cast);
+    out.Put(copy.run_bytes).Put(copy.ordinal).Put(copy.first_element);
+    out.Put(copy.element_bytes).Put(static_cast<uint32_t>(copy.dims.size()));
+    for (const CopyDim& dim : copy.dims) out.Put(dim);
+  }
+  return out.bytes();
+}
+
+absl::StatusOr<AgentPack> AgentPack::Decode(absl::string_view bytes) {
+  AgentReader in(bytes);
+  AgentPack pack;
+  pack.bucket_bytes = in.Get<int64_t>();
+  pack.frame_bytes = in.Get<int64_t>();
+  pack.slot = in.Get<uint64_t>();
+  pack.to_host = in.Get<bool>();
+  pack.host = in.Get<AgentPlace>();
+  const uint64_t count = in.Get<uint64_t>();
+  for (uint64_t i = 0; i < count && in.ok(); ++i) {
+    AgentPiece piece;
+    piece.offset = in.Get<int64_t>();
+    piece.source = in.Get<AgentPlace>();
+    piece.cast = in.Get<DeviceCast>();
+    piece.copy.run_bytes = in.Get<int64_t>();
+    piece.copy.ordinal = in.Get<uint32_t>();
+    piece.copy.first_element = in.Get<int64_t>();
+    piece.copy.element_bytes = in.Get<int32_t>();
+    const uint32_t dims = in.Get<uint32_t>();
+    if (dims > kMaxCopyDims) return Malformed();
+    for (uint32_t d = 0; d < dims; ++d)
+      piece.copy.dims.push_back(in.Get<CopyDim>());
+    pack.pieces.push_back(std::move(piece));
+  }
+  if (!in.done()) return Malformed();
+  return pack;
+}
+
+std::string AgentConfig::Encode() const {
+  return AgentWriter()
+      .PutString(device_uuid)
+      .Put(slots)
+      .Put(slot_bytes)
+      .PutString(fd_socket)
+      .Put(keep_free_bytes)
+      .Put(stall_deadline_ms)
+      .PutString(nccl_library)
+      .Put(nccl_max_ctas)
+      .Put(nccl_cta_policy)
+      .Put(nccl_staging_bytes)
+      .bytes();
+}
+
+absl::StatusOr<AgentConfig> AgentConfig::Decode(absl::string_view bytes) {
+  AgentReader in(bytes);
+  AgentConfig config;
+  config.device_uuid = in.GetString();
+  config.slots = in.Get<int32_t>();
+  config.slot_bytes = in.Get<int64_t>();
+  config.fd_socket = in.GetString();
+  config.keep_free_bytes = in.Get<int64_t>();
+  config.stall_deadline_ms = in.Get<int64_t>();
+  config.nccl_library = in.GetString();
+  config.nccl_max_ctas = in.Get<int32_t>();
+  config.nccl_cta_policy = in.Get<int32_t>();
+  config.nccl_staging_bytes = in.Get<int64_t>();
+  if (!in.done()) return Malformed();
+  return config;
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync

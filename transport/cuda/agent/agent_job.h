@@ -1,0 +1,92 @@
+// What a device agent is asked to do, as both ends know it.
+#ifndef WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_JOB_H_
+#define WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_JOB_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "transport/copy.h"
+#include "transport/cuda/agent/agent_wire.h"
+#include "transport/cuda/kernels.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+
+// A place in memory that an agent can reach. Agents know memory by number, not
+// by address: an address means nothing in another process.
+struct AgentPlace {
+  enum class Kind : uint32_t { kImport, kSlot, kHost };
+  Kind kind = Kind::kSlot;
+  uint64_t id = 0;  // of an import or of host memory; a slot's index
+  int64_t offset = 0;
+};
+
+// A piece of a bucket: PackPiece whose source is a place.
+struct AgentPiece {
+  int64_t offset = 0;
+  AgentPlace source;
+  CopyTask copy;                        // src is not used
+  DeviceCast cast = DeviceCast::kNone;  // not kBF16ToF8E4M3
+};
+
+// Fill one bucket: in a slot, and from there, frame by frame, in host memory
+// where there is any.
+struct AgentPack {
+  int64_t bucket_bytes = 0;
+  int64_t frame_bytes = kFrameBytes;
+  uint64_t slot = 0;
+  bool to_host = false;
+  AgentPlace host;
+  std::vector<AgentPiece> pieces;  // by offset
+
+  std::string Encode() const;
+  static absl::StatusOr<AgentPack> Decode(absl::string_view bytes);
+};
+
+struct AgentCopy {
+  AgentPlace from, to;
+  int64_t bytes = 0;
+};
+
+// Bytes of a part of what a channel moves, in host memory.
+struct AgentPart {
+  AgentPlace place;
+  int64_t bytes = 0;
+};
+
+struct AgentConfig {
+  std::string device_uuid;  // empty: the only one
+  int32_t slots = 3;
+  int64_t slot_bytes = 256 << 20;
+  std::string fd_socket;  // where the agent's segments are redeemed
+  int64_t keep_free_bytes = 64 << 20;
+  int64_t stall_deadline_ms = 60000;
+  // For channels over NCCL: as transport/nccl/nccl_channel.h has them.
+  std::string nccl_library;
+  int32_t nccl_max_ctas = 4;
+  int32_t nccl_cta_policy = 1;
+  int64_t nccl_staging_bytes = 32 << 20;
+
+  std::string Encode() const;
+  static absl::StatusOr<AgentConfig> Decode(absl::string_view bytes);
+};
+
+struct AgentUsage {
+  int64_t slots_bytes = 0;
+  int64_t scratch_bytes = 0;
+  int64_t free_bytes = 0;  // of the whole GPU
+  int64_t total_bytes = 0;
+  int64_t imports = 0;
+};
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_JOB_H_

@@ -1,0 +1,551 @@
+#include "transport/cuda/agent/agent_server.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "glog/logging.h"
+#include "transport/cuda/agent/agent_job.h"
+#include "transport/cuda/agent/agent_wire.h"
+#include "transport/cuda/cuda_memory.h"
+#include "transport/error.h"
+#include "transport/host/host_memory.h"
+#include "transport/nccl/nccl_channel.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+constexpr absl::Duration kEndDeadline = absl::Seconds(10);
+
+absl::Status BadJob(absl::string_view what) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "BAD_JOB", what);
+}
+
+// Memory of the daemon's store, mapped and pinned.
+class HostMap {
+ public:
+  static absl::StatusOr<std::shared_ptr<HostMap>> Make(CudaMemory* memory,
+                                                       UniqueFd fd,
+                                                       int64_t offset,
+                                                       int64_t bytes) {
+    const int64_t page = 4096;
+    struct stat stat;
+    if (fd.get() < 0 || fstat(fd.get(), &stat) != 0 || offset < 0 ||
+        bytes <= 0 || offset % page != 0 || stat.st_size < offset + bytes) {
+      return BadJob("host memory that does not lie in its file");
+    }
+    void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                            fd.get(), offset);
+    if (data == MAP_FAILED) {
+      return MakeErrnoError(absl::StatusCode::kResourceExhausted,
+                            "HOST_MAP_FAILED", "the store", errno);
+    }
+    std::shared_ptr<HostMap> map(new HostMap);
+    map->data_ = static_cast<char*>(data);
+    map->bytes_ = bytes;
+    auto pinned = memory->PinHost(map->data_, bytes, true);
+    if (!pinned.ok()) return pinned.status();
+    map->pinned_ = *std::move(pinned);
+    return map;
+  }
+  ~HostMap() {
+    pinned_.reset();
+    munmap(data_, bytes_);
+  }
+  char* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  HostMap() = default;
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+  std::unique_ptr<CudaMemory::PinnedHost> pinned_;
+};
+
+class AgentServer {
+ public:
+  explicit AgentServer(int socket) : socket_(socket), pool_(1) {}
+
+  int Run() {
+    std::vector<std::thread> threads;
+    while (true) {
+      absl::StatusOr<AgentPacket> packet = ReceivePacket(socket_);
+      if (!packet.ok()) break;
+      if (packet->type == AgentMessage::kPing) {
+        // From this thread: it says that the process runs, not that the GPU
+        // does.
+        Answer(packet->id, absl::OkStatus());
+        continue;
+      }
+      if (packet->type == AgentMessage::kConfigure) {
+        Handle(*std::move(packet));
+        continue;
+      }
+      // A pack may take seconds; what comes after it need not wait.
+      threads.emplace_back(
+          [this, request = std::make_shared<AgentPacket>(*std::move(packet))] {
+            Handle(std::move(*request));
+          });
+      if (threads.size() >= 64) {
+        for (std::thread& thread : threads) thread.join();
+        threads.clear();
+      }
+    }
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const auto& [id, channel] : channels_) channel->stop = true;
+    }
+    // The daemon is gone, and nobody is left who could kill this.
+    std::thread([] {
+      absl::SleepFor(kEndDeadline);
+      LOG(ERROR) << "the agent does not end by itself";
+      _exit(kAgentDeviceLost);
+    }).detach();
+    for (std::thread& thread : threads) thread.join();
+    {
+      absl::MutexLock lock(&mutex_);
+      channels_.clear();
+      nccl_.reset();
+      imports_.clear();
+      hosts_.clear();
+    }
+    slots_.clear();
+    memory_.reset();
+    return kAgentEnded;
+  }
+
+ private:
+  void Answer(uint64_t id, const absl::Status& status,
+              const AgentWriter& more = AgentWriter()) {
+    AgentWriter out;
+    out.PutStatus(status);
+    Say(AgentMessage::kDone, id, out.bytes() + more.bytes());
+    const std::string reason = ReasonOf(status);
+    if (reason == "DEVICE_FAULT" || reason == "DEVICE_STALLED") {
+      // Nothing else can be done with this process, and its end is quicker
+      // than finding out again for each request.
+      LOG(ERROR) << "the agent ends: " << status.message();
+      _exit(kAgentDeviceLost);
+    }
+  }
+
+  void Say(AgentMessage type, uint64_t id, absl::string_view payload) {
+    absl::MutexLock lock(&send_mutex_);
+    const absl::Status status = SendPacket(socket_, type, id, payload);
+    // Its daemon is gone, or hangs: the reading end sees to it.
+    if (!status.ok()) LOG(WARNING) << "answering: " << status;
+  }
+
+  void Handle(AgentPacket request) {
+    AgentReader in(request.payload);
+    AgentWriter out;
+    absl::Status status;
+    if (request.type != AgentMessage::kConfigure && memory_ == nullptr) {
+      Answer(request.id, BadJob("the agent has no GPU yet"));
+      return;
+    }
+    switch (request.type) {
+      case AgentMessage::kConfigure:
+        status = Configure(request.payload, &out);
+        break;
+      case AgentMessage::kUsage:
+        status = Usage(&out);
+        break;
+      case AgentMessage::kOpen: {
+        const bool writable = in.Get<bool>();
+        status = Open(in.GetString(), writable, &out);
+        break;
+      }
+      case AgentMessage::kClose: {
+        absl::MutexLock lock(&mutex_);
+        imports_.erase(in.Get<uint64_t>());
+        break;
+      }
+      case AgentMessage::kMapHost: {
+        const int64_t offset = in.Get<int64_t>();
+        const int64_t bytes = in.Get<int64_t>();
+        absl::StatusOr<std::shared_ptr<HostMap>> map =
+            HostMap::Make(memory_.get(), std::move(request.fd), offset, bytes);
+        status = map.status();
+        if (!status.ok()) break;
+        absl::MutexLock lock(&mutex_);
+        out.Put(++next_id_);
+        hosts_[next_id_] = *std::move(map);
+        break;
+      }
+      case AgentMessage::kUnmapHost: {
+        std::shared_ptr<HostMap> gone;
+        absl::MutexLock lock(&mutex_);
+        const auto at = hosts_.find(in.Get<uint64_t>());
+        if (at == hosts_.end()) break;
+        gone = std::move(at->second);
+        hosts_.erase(at);
+        break;
+      }
+      case AgentMessage::kPack:
+        status = Pack(request.id, request.payload, &out);
+        break;
+      case AgentMessage::kCopy:
+        status = Copy(&in);
+        break;
+      case AgentMessage::kExportSlot:
+        status = ExportSlot(&in, &out);
+        break;
+      case AgentMessage::kChannelNew:
+        status = NewChannel(&out);
+        break;
+      case AgentMessage::kChannelOffer:
+      case AgentMessage::kChannelAccept:
+      case AgentMessage::kChannelConnect:
+      case AgentMessage::kChannelMove:
+        status = UseChannel(request.type, &in, &out);
+        break;
+      case AgentMessage::kChannelStop:
+        if (const auto channel = FindChannel(in.Get<uint64_t>()))
+          channel->stop = true;
+        return;
+      case AgentMessage::kChannelEnd: {
+        std::shared_ptr<Channel> gone;
+        absl::MutexLock lock(&mutex_);
+        const auto at = channels_.find(in.Get<uint64_t>());
+        if (at == channels_.end()) break;
+        gone = std::move(at->second);
+        channels_.erase(at);
+        break;
+      }
+      case AgentMessage::kAdvanceSlot: {
+        const uint64_t slot = in.Get<uint64_t>();
+        if (slot >= slots_.size()) {
+          status = BadJob("a slot that is not there");
+        } else {
+          out.Put(slots_[slot]->AdvanceGeneration(0));
+        }
+        break;
+      }
+      default:
+        status = BadJob("a request that is none");
+    }
+    if (status.ok() && !in.ok()) status = BadJob("a request that is too short");
+    Answer(request.id, status, out);
+  }
+
+  absl::Status Configure(absl::string_view payload, AgentWriter* out) {
+    if (memory_ != nullptr) return BadJob("the agent has a GPU already");
+    const absl::StatusOr<AgentConfig> config = AgentConfig::Decode(payload);
+    if (!config.ok()) return config.status();
+    absl::StatusOr<std::unique_ptr<FdServer>> fds =
+        FdServer::Start(config->fd_socket, FdServer::Options());
+    if (!fds.ok()) return fds.status();
+    fds_ = *std::move(fds);
+    host_ =
+        std::make_unique<HostMemory>(&pool_, fds_.get(), HostMemory::Options());
+    CudaMemory::Options options;
+    options.device_uuid = config->device_uuid;
+    options.keep_free_bytes = config->keep_free_bytes;
+    options.core.stall_deadline = absl::Milliseconds(config->stall_deadline_ms);
+    absl::StatusOr<std::unique_ptr<CudaMemory>> memory =
+        CudaMemory::Create(host_.get(), options);
+    if (!memory.ok()) return memory.status();
+    std::vector<std::unique_ptr<Segment>> slots;
+    for (int i = 0; i < config->slots; ++i) {
+      AllocateOptions slot;
+      slot.name = absl::StrCat("slot ", i, " of ", config->slots);
+      slot.generation_slots = 1;
+      slot.others_read_only = true;
+      absl::StatusOr<std::unique_ptr<Segment>> segment =
+          (*memory)->Allocate(config->slot_bytes, slot);
+      if (!segment.ok()) return segment.status();
+      slots.push_back(*std::move(segment));
+    }
+    memory_ = *std::move(memory);
+    slots_ = std::move(slots);
+    nccl_options_.library = config->nccl_library;
+    nccl_options_.device_uuid = memory_->core()->device().uuid;
+    nccl_options_.max_ctas = config->nccl_max_ctas;
+    nccl_options_.cta_policy = config->nccl_cta_policy;
+    nccl_options_.staging_bytes = config->nccl_staging_bytes;
+    // What hangs in NCCL ends with the process, and with nothing less.
+    nccl_options_.on_hung = [](const absl::Status& status) {
+      LOG(ERROR) << "the agent ends: " << status.message();
+      _exit(kAgentDeviceLost);
+    };
+    out->PutString(memory_->core()->device().uuid);
+    out->PutString(memory_->core()->device().name);
+    return absl::OkStatus();
+  }
+
+  absl::Status Usage(AgentWriter* out) {
+    const absl::StatusOr<CudaMemory::Usage> usage = memory_->GetUsage();
+    if (!usage.ok()) return usage.status();
+    AgentUsage told;
+    told.slots_bytes = usage->segments_bytes;
+    told.scratch_bytes = usage->scratch_bytes;
+    told.free_bytes = usage->free_bytes;
+    told.total_bytes = usage->total_bytes;
+    told.imports = memory_->imports()->size();
+    out->Put(told);
+    return absl::OkStatus();
+  }
+
+  absl::Status Open(const std::string& handle_bytes, bool writable,
+                    AgentWriter* out) {
+    const absl::StatusOr<DeviceHandle> handle =
+        DeviceHandle::Decode(handle_bytes);
+    if (!handle.ok()) return handle.status();
+    absl::StatusOr<std::shared_ptr<const ImportedAllocation>> import =
+        memory_->imports()->Acquire(*handle, writable);
+    if (!import.ok()) return import.status();
+    absl::MutexLock lock(&mutex_);
+    out->Put(++next_id_);
+    imports_[next_id_] = *std::move(import);
+    return absl::OkStatus();
+  }
+
+  // The address of a place, and what keeps it while it is used.
+  absl::StatusOr<char*> Resolve(
+      const AgentPlace& place, int64_t bytes,
+      std::vector<std::shared_ptr<const void>>* keep) {
+    char* base = nullptr;
+    int64_t room = 0;
+    absl::MutexLock lock(&mutex_);
+    if (place.kind == AgentPlace::Kind::kSlot) {
+      if (place.id >= slots_.size()) return BadJob("a slot that is not there");
+      base = slots_[place.id]->data();
+      room = slots_[place.id]->bytes();
+    } else if (place.kind == AgentPlace::Kind::kImport) {
+      const auto at = imports_.find(place.id);
+      if (at == imports_.end())
+        return BadJob("an allocation that is not open here");
+      base = at->second->data;
+      room = at->second->bytes;
+      keep->push_back(at->second);
+    } else {
+      const auto at = hosts_.find(place.id);
+      if (at == hosts_.end()) return BadJob("host memory that is not mapped");
+      base = at->second->data();
+      room = at->second->bytes();
+      keep->push_back(at->second);
+    }
+    if (place.offset < 0 || bytes < 0 || place.offset > room ||
+        bytes > room - place.offset) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
+                       absl::StrCat(bytes, " bytes at offset ", place.offset,
+                                    " do not lie in ", room));
+    }
+    return base + place.offset;
+  }
+
+  absl::Status Pack(uint64_t id, absl::string_view payload, AgentWriter* out) {
+    const absl::StatusOr<AgentPack> job = AgentPack::Decode(payload);
+    if (!job.ok()) return job.status();
+    std::vector<std::shared_ptr<const void>> keep;
+    PackRequest request;
+    const absl::StatusOr<char*> bucket = Resolve(
+        {AgentPlace::Kind::kSlot, job->slot, 0}, job->bucket_bytes, &keep);
+    if (!bucket.ok()) return bucket.status();
+    char* host = nullptr;
+    if (job->to_host) {
+      const absl::StatusOr<char*> found =
+          Resolve(job->host, job->bucket_bytes, &keep);
+      if (!found.ok()) return found.status();
+      host = *found;
+    }
+    std::vector<PackPiece> pieces;
+    std::vector<CastSpec> casts;
+    for (const AgentPiece& piece : job->pieces) {
+      PackPiece placed;
+      placed.offset = piece.offset;
+      placed.copy = piece.copy;
+      // How far it reaches is checked against the allocation by the pack.
+      const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
+      if (!source.ok()) return source.status();
+      placed.copy.src = *source;
+      pieces.push_back(std::move(placed));
+      if (piece.cast == DeviceCast::kBF16ToF8E4M3)
+        return BadJob("scales are not known here");
+      casts.push_back(CastSpec());
+      casts.back().cast = piece.cast;
+    }
+    request.bucket = *bucket;
+    request.bucket_bytes = job->bucket_bytes;
+    request.frame_bytes = job->frame_bytes;
+    request.pieces = pieces;
+    absl::Status copied;
+    request.on_frames = [&](int64_t first, int64_t last,
+                            absl::Span<const Digest> digests) {
+      // The GPU packs the next part meanwhile.
+      if (host != nullptr && copied.ok()) {
+        CopyTask task;
+        const int64_t begin = first * job->frame_bytes;
+        task.src = *bucket + begin;
+        task.dst = host + begin;
+        task.run_bytes =
+            std::min(job->bucket_bytes, last * job->frame_bytes) - begin;
+        copied = memory_->Copy({task}, CopyOptions(), nullptr);
+      }
+      if (!copied.ok()) return;
+      AgentWriter frames;
+      frames.Put(first).Put(last);
+      for (const Digest& digest : digests) frames.Put(digest);
+      Say(AgentMessage::kFrames, id, frames.bytes());
+    };
+    PackResult result;
+    absl::Status status = memory_->PackCast(request, casts, &result);
+    if (status.ok()) status = copied;
+    if (status.ok()) out->Put(result.bucket);
+    return status;
+  }
+
+  absl::Status Copy(AgentReader* in) {
+    const uint64_t count = in->Get<uint64_t>();
+    std::vector<CopyTask> tasks;
+    std::vector<std::shared_ptr<const void>> keep;
+    for (uint64_t i = 0; i < count && in->ok(); ++i) {
+      const AgentCopy copy = in->Get<AgentCopy>();
+      const absl::StatusOr<char*> from = Resolve(copy.from, copy.bytes, &keep);
+      if (!from.ok()) return from.status();
+      const absl::StatusOr<char*> to = Resolve(copy.to, copy.bytes, &keep);
+      if (!to.ok()) return to.status();
+      CopyTask task;
+      task.src = *from;
+      task.dst = *to;
+      task.run_bytes = copy.bytes;
+      tasks.push_back(task);
+    }
+    return in->ok() ? memory_->Copy(tasks, CopyOptions(), nullptr)
+                    : absl::OkStatus();
+  }
+
+  // One end of an edge. Used by one request at a time; `stop` ends that early.
+  struct Channel {
+    std::unique_ptr<tcp::PayloadChannel> end;
+    std::atomic<bool> stop{false};
+  };
+
+  std::shared_ptr<Channel> FindChannel(uint64_t id) {
+    absl::MutexLock lock(&mutex_);
+    const auto at = channels_.find(id);
+    return at == channels_.end() ? nullptr : at->second;
+  }
+
+  absl::Status NewChannel(AgentWriter* out) {
+    nccl::NcclDevice* device;
+    {
+      // NCCL is loaded when the first group wants it.
+      absl::MutexLock lock(&mutex_);
+      if (nccl_ == nullptr) {
+        absl::StatusOr<std::unique_ptr<nccl::NcclDevice>> made =
+            nccl::NcclDevice::Create(nccl_options_);
+        if (!made.ok()) return made.status();
+        nccl_ = *std::move(made);
+      }
+      device = nccl_.get();
+    }
+    absl::StatusOr<std::unique_ptr<tcp::PayloadChannel>> end =
+        device->NewChannel();
+    if (!end.ok()) return end.status();
+    auto channel = std::make_shared<Channel>();
+    channel->end = *std::move(end);
+    absl::MutexLock lock(&mutex_);
+    out->Put(++next_id_);
+    channels_[next_id_] = std::move(channel);
+    return absl::OkStatus();
+  }
+
+  absl::Status UseChannel(AgentMessage type, AgentReader* in,
+                          AgentWriter* out) {
+    const std::shared_ptr<Channel> channel = FindChannel(in->Get<uint64_t>());
+    if (channel == nullptr) return BadJob("a channel that is not there");
+    const auto stopped = [&channel] { return channel->stop.load(); };
+    if (type == AgentMessage::kChannelOffer) {
+      const absl::StatusOr<std::string> offer = channel->end->Offer();
+      if (offer.ok()) out->PutString(*offer);
+      return offer.status();
+    }
+    if (type == AgentMessage::kChannelAccept)
+      return channel->end->Accept(in->GetString());
+    const absl::Duration timeout = absl::Nanoseconds(in->Get<int64_t>());
+    if (type == AgentMessage::kChannelConnect)
+      return channel->end->Connect(timeout, stopped);
+    const bool send = in->Get<bool>();
+    const uint64_t count = in->Get<uint64_t>();
+    std::vector<std::shared_ptr<const void>> keep;
+    std::vector<absl::Span<char>> parts;
+    std::vector<absl::Span<const char>> read_parts;
+    for (uint64_t i = 0; i < count && in->ok(); ++i) {
+      const AgentPart part = in->Get<AgentPart>();
+      if (part.place.kind != AgentPlace::Kind::kHost)
+        return BadJob("a channel moves host memory");
+      const absl::StatusOr<char*> data = Resolve(part.place, part.bytes, &keep);
+      if (!data.ok()) return data.status();
+      parts.push_back(absl::MakeSpan(*data, static_cast<size_t>(part.bytes)));
+      read_parts.push_back(parts.back());
+    }
+    return send ? channel->end->Send(read_parts, timeout, stopped)
+                : channel->end->Receive(parts, timeout, stopped);
+  }
+
+  absl::Status ExportSlot(AgentReader* in, AgentWriter* out) {
+    const uint64_t slot = in->Get<uint64_t>();
+    const int64_t pid = in->Get<int64_t>();
+    if (slot >= slots_.size()) return BadJob("a slot that is not there");
+    ExportOptions options;
+    options.read_only = true;
+    if (pid > 0) options.pid = static_cast<pid_t>(pid);
+    const absl::StatusOr<MemoryTicket> ticket =
+        memory_->Export(*slots_[slot], options);
+    if (!ticket.ok()) return ticket.status();
+    out->Put(ticket->bytes).PutString(ticket->address);
+    out->PutString(ticket->token);
+    return absl::OkStatus();
+  }
+
+  const int socket_;
+  CopyPool pool_;
+  absl::Mutex send_mutex_;
+  std::unique_ptr<FdServer> fds_;
+  std::unique_ptr<HostMemory> host_;
+  // Set once, before any request but kConfigure is handled.
+  std::unique_ptr<CudaMemory> memory_;
+  std::vector<std::unique_ptr<Segment>> slots_;
+
+  absl::Mutex mutex_;
+  uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<uint64_t, std::shared_ptr<const ImportedAllocation>> imports_
+      ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, std::shared_ptr<HostMap>> hosts_ ABSL_GUARDED_BY(mutex_);
+  nccl::NcclOptions nccl_options_;  // set by kConfigure
+  std::unique_ptr<nccl::NcclDevice> nccl_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, std::shared_ptr<Channel>> channels_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+
+int RunDeviceAgent(int socket) {
+  signal(SIGPIPE, SIG_IGN);
+  // The daemon ends its agents; a terminal's interrupt is for the daemon.
+  signal(SIGINT, SIG_IGN);
+  return AgentServer(socket).Run();
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync

@@ -1,0 +1,235 @@
+#include "transport/nccl/nccl_channel.h"
+
+#include <cuda_runtime_api.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/time/clock.h"
+#include "glog/logging.h"
+#include "gtest/gtest.h"
+#include "tests/gpu/sim/control.h"
+#include "transport/cuda/device.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace nccl {
+namespace {
+
+using tcp::PayloadChannel;
+
+constexpr absl::Duration kTimeout = absl::Seconds(20);
+bool Runs() { return false; }
+
+std::unique_ptr<NcclDevice> NewDevice(int ordinal,
+                                      NcclOptions options = NcclOptions()) {
+  options.device_uuid = (*cuda::ListDevices())[ordinal].uuid;
+  options.staging_bytes = 10 << 10;
+  auto device = NcclDevice::Create(options);
+  EXPECT_TRUE(device.ok()) << device.status();
+  return *std::move(device);
+}
+
+class NcclChannelTest : public ::testing::Test {
+ protected:
+  NcclChannelTest()
+      : a_device_(NewDevice(0)),
+        b_device_(NewDevice(1)),
+        a_(*a_device_->NewChannel()),
+        b_(*b_device_->NewChannel()) {}
+  ~NcclChannelTest() override { gpu_sim::Plant(""); }
+
+  void Connect() {
+    ASSERT_TRUE(b_->Accept(*a_->Offer()).ok());
+    absl::Status a, b;
+    std::thread other([&] { b = b_->Connect(kTimeout, Runs); });
+    a = a_->Connect(kTimeout, Runs);
+    other.join();
+    ASSERT_TRUE(a.ok()) << a;
+    ASSERT_TRUE(b.ok()) << b;
+  }
+  // What both ends say.
+  std::pair<absl::Status, absl::Status> Move(
+      const std::vector<absl::Span<const char>>& from,
+      const std::vector<absl::Span<char>>& to,
+      absl::Duration timeout = kTimeout) {
+    std::pair<absl::Status, absl::Status> result;
+    std::thread other([&] { result.second = b_->Receive(to, timeout, Runs); });
+    result.first = a_->Send(from, timeout, Runs);
+    other.join();
+    return result;
+  }
+
+  std::unique_ptr<NcclDevice> a_device_, b_device_;
+  std::unique_ptr<PayloadChannel> a_, b_;
+};
+
+TEST_F(NcclChannelTest, MovesPartsThatAreCutElsewhereAtEachEnd) {
+  Connect();
+  std::string bytes(54321, '\0');
+  for (size_t i = 0; i < bytes.size(); ++i)
+    bytes[i] = static_cast<char>(i * 7919 >> 3);
+  std::string got(bytes.size(), '\0');
+  const auto moved =
+      Move({absl::MakeConstSpan(bytes.data(), 1),
+            absl::MakeConstSpan(bytes.data() + 1, 30000),
+            absl::MakeConstSpan(bytes.data() + 30001, 24320)},
+           {absl::MakeSpan(&got[0], 54000), absl::MakeSpan(&got[54000], 321)});
+  EXPECT_TRUE(moved.first.ok()) << moved.first;
+  EXPECT_TRUE(moved.second.ok()) << moved.second;
+  EXPECT_TRUE(got == bytes);
+  EXPECT_EQ(a_device_->communicators(), 1);
+  a_.reset();
+  EXPECT_EQ(a_device_->communicators(), 0);
+}
+
+TEST_F(NcclChannelTest, VersionsMustBeTheSame) {
+  std::string offer = *a_->Offer();
+  // The number after the magic.
+  offer[8] = static_cast<char>(offer[8] - 1);
+  const absl::Status status = b_->Accept(offer);
+  EXPECT_EQ(ReasonOf(status), "NCCL_VERSION_MISMATCH");
+  EXPECT_TRUE(absl::StrContains(
+      status.message(), NcclVersionText(b_device_->library().version())));
+  EXPECT_EQ(ReasonOf(b_->Accept("something")), "NOT_A_PEER");
+  offer = *a_->Offer();
+  offer[12] = static_cast<char>(offer[12] + 1);
+  EXPECT_EQ(ReasonOf(b_->Accept(offer)), "NCCL_OPTIONS_MISMATCH");
+}
+
+TEST_F(NcclChannelTest, TwoEndsOnOneGpuAreNeverTried) {
+  const auto same = a_device_->NewChannel();
+  EXPECT_EQ(ReasonOf((*same)->Accept(*a_->Offer())), "SAME_GPU");
+}
+
+TEST_F(NcclChannelTest, APeerThatNeverComesIsADeadline) {
+  ASSERT_TRUE(a_->Offer().ok());
+  absl::Time start = absl::Now();
+  EXPECT_TRUE(absl::IsUnavailable(a_->Connect(absl::Milliseconds(200), Runs)));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(3));
+  ASSERT_TRUE(b_->Accept(*a_->Offer()).ok());
+  std::atomic<bool> stop{false};
+  std::thread stopper([&] {
+    absl::SleepFor(absl::Milliseconds(50));
+    stop = true;
+  });
+  start = absl::Now();
+  EXPECT_EQ(ReasonOf(b_->Connect(kTimeout, [&] { return stop.load(); })),
+            "GROUP_CLOSED");
+  EXPECT_LT(absl::Now() - start, absl::Seconds(3));
+  stopper.join();
+}
+
+TEST_F(NcclChannelTest, APeerThatNeverSendsIsADeadlineAndNothingIsTouched) {
+  Connect();
+  std::string got(100, 'x');
+  EXPECT_TRUE(absl::IsUnavailable(
+      b_->Receive({absl::MakeSpan(got)}, absl::Milliseconds(200), Runs)));
+  EXPECT_EQ(got, std::string(100, 'x'));
+  // And of no use from then on.
+  EXPECT_FALSE(
+      b_->Receive({absl::MakeSpan(got)}, absl::Milliseconds(200), Runs).ok());
+}
+
+TEST_F(NcclChannelTest, AnErrorInTheMiddleIsNoticedAtBothEnds) {
+  Connect();
+  const std::string bytes(100, 'b');
+  std::string got(100, 'x');
+  gpu_sim::Plant("call=ncclGroupEnd async=6");
+  const auto moved = Move({absl::MakeConstSpan(bytes)}, {absl::MakeSpan(got)},
+                          absl::Seconds(2));
+  EXPECT_FALSE(moved.first.ok());
+  EXPECT_FALSE(moved.second.ok());
+  EXPECT_TRUE(ReasonOf(moved.first) == "NCCL_ERROR" ||
+              ReasonOf(moved.second) == "NCCL_ERROR");
+  EXPECT_EQ(got, std::string(100, 'x'));
+}
+
+TEST_F(NcclChannelTest, AnErrorOfTheStartIsNamed) {
+  ASSERT_TRUE(a_->Offer().ok());
+  gpu_sim::Plant("call=ncclCommInitRankConfig error=2");
+  const absl::Status status = a_->Connect(kTimeout, Runs);
+  EXPECT_EQ(ReasonOf(status), "NCCL_ERROR");
+  EXPECT_TRUE(absl::StrContains(status.message(), "ncclCommInitRankConfig"));
+}
+
+// In a process of its own, which the hanging call never lets end in good order.
+int HangingAbort() {
+  NcclOptions options;
+  options.abort_deadline = absl::Milliseconds(200);
+  std::atomic<int> told{0};
+  options.on_hung = [&told](const absl::Status& status) {
+    if (ReasonOf(status) == "NCCL_HUNG") ++told;
+  };
+  std::unique_ptr<NcclDevice> device = NewDevice(0, options);
+  auto channel = *device->NewChannel();
+  if (!channel->Offer().ok()) _exit(2);
+  gpu_sim::Plant("call=ncclCommAbort hang=1");
+  const absl::Time start = absl::Now();
+  (void)channel->Connect(absl::Milliseconds(100), Runs);
+  if (absl::Now() - start > absl::Seconds(5)) _exit(3);
+  if (told != 1) _exit(4);
+  if (ReasonOf(device->NewChannel().status()) != "NCCL_HUNG") _exit(5);
+  _exit(0);
+}
+
+TEST(NcclDevice, AnAbortThatNeverReturnsIsTold) {
+  const pid_t child = fork();
+  if (child == 0) {
+    execl("/proc/self/exe", "child", "--hanging_abort", nullptr);
+    _exit(1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+}
+
+TEST(NcclLibrary, WhatIsMissingIsNamed) {
+  absl::Status status = NcclLibrary::Load("/nonexistent/libnccl.so.2").status();
+  EXPECT_EQ(ReasonOf(status), "NCCL_MISSING");
+  EXPECT_TRUE(absl::StrContains(status.message(), "/nonexistent"));
+  status = NcclLibrary::Load("libm.so.6").status();
+  EXPECT_EQ(ReasonOf(status), "NCCL_TOO_OLD");
+  EXPECT_TRUE(absl::StrContains(status.message(), "ncclCommAbort"));
+}
+
+TEST(NcclLibrary, AnotherMajorVersionIsRefused) {
+  setenv("GPU_SIM_NCCL_VERSION", "31000", 1);
+  EXPECT_EQ(ReasonOf(NcclLibrary::Load().status()), "NCCL_TOO_OLD");
+  unsetenv("GPU_SIM_NCCL_VERSION");
+  EXPECT_EQ(NcclVersionText(22809), "2.28.9");
+}
+
+TEST(NcclEnvironment, OnlyKnownSettingsAreTaken) {
+  const char* const fine[] = {"PATH=/bin", "NCCL_SOCKET_IFNAME=eth0",
+                              "NCCL_DEBUG=WARN", nullptr};
+  EXPECT_EQ(*CheckNcclEnvironment(fine),
+            "NCCL_DEBUG=WARN NCCL_SOCKET_IFNAME=eth0");
+  const char* const hijack[] = {"NCCL_COMM_ID=10.0.0.1:5000", nullptr};
+  const absl::Status status = CheckNcclEnvironment(hijack).status();
+  EXPECT_EQ(ReasonOf(status), "NCCL_SETTING");
+  EXPECT_TRUE(absl::StrContains(status.message(), "NCCL_COMM_ID"));
+}
+
+}  // namespace
+}  // namespace nccl
+}  // namespace transport
+}  // namespace weightsync
+
+int main(int argc, char** argv) {
+  FLAGS_logtostderr = true;
+  if (argc == 2 && std::string(argv[1]) == "--hanging_abort")
+    return weightsync::transport::nccl::HangingAbort();
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}
