@@ -684,6 +684,30 @@ TEST(RollbackTest, IsRefusedWhileNobodyIsHereWhoCouldHaveIt) {
   ExpectNextPublishWorks(&c);
 }
 
+TEST(RollbackTest, IsNotForgottenHoweverMuchIsPublished) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  c.Ask(RollbackTo(1));
+  c.Run();
+  for (size_t i = 0; i < kOlderCommits + 3; ++i) {
+    c.PublishAll(2);
+    c.Run();
+  }
+  for (int i = 0; i < 2; ++i) {  // the second time from a compacted journal
+    c.RestartCoordinator();
+    c.Pass(absl::Seconds(31));
+    ExpectAllServe(c, first);
+  }
+  c.AddReplica("r3", {"n1"});
+  c.Run();
+  ExpectAllServe(c, first);
+}
+
 // Found by tests/chaos: the last holder had evicted the version before the pin
 // came; the call was answered well, nobody had the version, and the hold, which
 // could not be kept, kept newer ones back.

@@ -85,7 +85,10 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       if (!model.committed.update_id().empty()) {
         model.older.push_back(model.committed);
         if (model.older.size() > kOlderCommits) {
-          model.older.erase(model.older.begin());
+          // What a rollback holds the model on is not forgotten.
+          const bool held =
+              model.older.front().update_id() == model.held.update_id();
+          model.older.erase(model.older.begin() + (held ? 1 : 0));
         }
       }
       model.committed = committed;

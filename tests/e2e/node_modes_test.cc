@@ -573,6 +573,7 @@ TEST_F(NodeModesTest, AStreamCountsAsWritingUntilItsEndIsAnswered) {
   };
   EXPECT_EQ(joined_with(v1::InstalledState::STATE_WRITING), "u1");
   go_on.Notify();
+  engine_ = nullptr;  // it asks those of this test
 }
 
 // The coordinator says so when an operator holds a replica beside an update:

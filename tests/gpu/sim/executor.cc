@@ -28,6 +28,7 @@
 #include <ctime>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -219,6 +220,16 @@ bool CopyHost(uint64_t device_address, uint64_t host_address, uint64_t bytes,
   return true;
 }
 
+// In the list of who has it open, `from` becomes `to`; 0 is a free place.
+void NoteOpen(Buffer* buffer, pid_t from, pid_t to) {
+  for (pid_t& opener : buffer->openers) {
+    if (opener != from) continue;
+    opener = to;
+    return;
+  }
+  if (to != 0) Die("an allocation is open in too many processes");
+}
+
 class Executor {
  public:
   explicit Executor(uint64_t region)
@@ -265,7 +276,7 @@ class Executor {
       Buffer* buffer = state.Find(mapping.id);
       if (buffer == nullptr) continue;
       if (mapping.imported) {
-        --buffer->opens;
+        NoteOpen(buffer, client, 0);
       } else {
         state.Release(buffer);
       }
@@ -689,7 +700,7 @@ int Executor::Malloc(uint64_t bytes, bool exportable) {
     buffer.executor = getpid();
     buffer.memfd = memfd;
     buffer.bytes = counted;
-    buffer.opens = 0;
+    std::fill(std::begin(buffer.openers), std::end(buffer.openers), 0);
     buffer.exportable = exportable;
     state->used[device.index] += counted;
     mapping.id = buffer.id;
@@ -713,8 +724,11 @@ int Executor::Free(uint64_t address) {
   mappings_.erase(at);
   LockedState state;
   Buffer* buffer = state.Find(mapping.id);
-  if (buffer->opens > 0)
+  for (const pid_t opener : buffer->openers) {
+    if (opener == 0 || !Runs(opener)) continue;
     Finding("memory was freed that another process has open");
+    break;
+  }
   munmap(reinterpret_cast<void*>(mapping.address), mapping.room);
   close(buffer->memfd);
   state.Release(buffer);
@@ -765,7 +779,7 @@ int Executor::IpcOpen(const char* payload) {
            MAP_SHARED | MAP_FIXED_NOREPLACE, fd, 0);
   close(fd);
   if (map == MAP_FAILED) return kMapBufferObjectFailed;
-  ++buffer->opens;
+  NoteOpen(buffer, 0, client);
   mappings_[mapping.address] = mapping;
   reply_.arg[0] = mapping.address;
   reply_.arg[1] = mapping.bytes;
@@ -787,7 +801,7 @@ int Executor::IpcClose(uint64_t address) {
   munmap(reinterpret_cast<void*>(mapping.address), mapping.room);
   spare_[mapping.room].push_back(mapping.address);
   LockedState state;
-  if (Buffer* buffer = state.Find(mapping.id)) --buffer->opens;
+  if (Buffer* buffer = state.Find(mapping.id)) NoteOpen(buffer, client, 0);
   mappings_.erase(at);
   return kSuccess;
 }

@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 namespace gpu_sim {
 namespace {
@@ -166,5 +168,15 @@ void Die(const std::string& what) {
 }
 
 bool Alive(pid_t pid) { return kill(pid, 0) == 0 || errno != ESRCH; }
+
+bool Runs(pid_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string stat;
+  if (!std::getline(file, stat)) return false;
+  // "pid (name) state": a name may have anything in it.
+  const size_t name = stat.rfind(')');
+  return name != std::string::npos && name + 2 < stat.size() &&
+         stat[name + 2] != 'Z' && stat[name + 2] != 'X';
+}
 
 }  // namespace gpu_sim

@@ -39,7 +39,7 @@ struct Buffer {
   pid_t executor;
   int32_t memfd;  // in the executor
   int64_t bytes;
-  int32_t opens;  // by other processes
+  pid_t openers[16];  // other processes that have it open; 0: none
   int32_t exportable;
 };
 
@@ -97,6 +97,9 @@ void Finding(const std::string& what);
 [[noreturn]] void Die(const std::string& what);
 
 bool Alive(pid_t pid);
+// Alive, and not waiting for its parent only: what has ended touches no memory
+// any more, however long its executor takes to notice.
+bool Runs(pid_t pid);
 
 }  // namespace gpu_sim
 
