@@ -5,6 +5,8 @@ import concurrent.futures
 import multiprocessing.shared_memory
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -589,6 +591,46 @@ def test_shared_memory_of_another_user(model, segment):
             with pytest.raises(PermissionError) as error:
                 trainer.register({"w": numpy.ndarray((16,), numpy.uint8, segment.buf)})
             assert error.value.reason == "MEMORY_DENIED"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a trainer of another user")
+def test_a_daemon_of_root_gives_nobody_what_is_not_nobodys(daemon, model, segment, tmp_path):
+    """The trainer is nobody's: the daemon could open root's memory, and does not do it for him."""
+    program = """
+import ctypes, sys
+import numpy
+import weightsync
+from weightsync import _capi, tensors
+
+address, name, model = sys.argv[1:]
+array = numpy.zeros(4096, numpy.uint8)
+with weightsync.Trainer(model, address=address) as trainer:
+    at = array.__array_interface__["data"][0]
+    memory = _capi.SharedMemory(name=name.encode(), fd=-1, data=at, size_bytes=4096)
+    trainer._handle.check("use_shared_memory", ctypes.byref(memory))
+    try:
+        trainer._handle.check("register", _capi.tensors(tensors.parts_of("w", array)), 1, 20.0, None)
+        print("registered")
+    except weightsync.WeightsyncError as error:
+        print(error.reason)
+"""
+    path = f"/dev/shm/{segment.name}"
+
+    def said():
+        return subprocess.run(
+            [sys.executable, "-c", program, daemon.nodes[0].listen, f"/{segment.name}", model],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            user=65534,
+            group=65534,
+            cwd="/",
+        ).stdout.strip()
+
+    os.chmod(path, 0o600)
+    assert said() == "MEMORY_DENIED"
+    os.chmod(path, 0o644)
+    assert said() == "registered"
 
 
 # ---- What goes wrong before anything moves ----
