@@ -1,9 +1,12 @@
 #include "daemon/service/trainer_sessions.h"
 
+#include <fstream>
+#include <string>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "absl/types/optional.h"
 #include "daemon/service/validate.h"
 #include "glog/logging.h"
 #include "proto/status.h"
@@ -18,6 +21,24 @@ absl::Status SessionUnknown() {
                      "no such session: it has ended, or was opened at another "
                      "daemon; open a new "
                      "one and register again");
+}
+
+// A daemon of root can open what its client cannot. A process that cannot be
+// looked at (of another pid namespace) is not asked: it could say anything.
+absl::Status MayName(pid_t process, const transport::UniqueFd& fd,
+                     const std::string& name) {
+  // Not the owner of /proc/PID: that is root for a process that has changed its
+  // user.
+  std::ifstream status(absl::StrCat("/proc/", process, "/status"));
+  absl::optional<uid_t> uid, gid;
+  std::string word;
+  uint32_t real, effective;
+  while (status >> word) {
+    if (word == "Uid:" && status >> real >> effective) uid = effective;
+    if (word == "Gid:" && status >> real >> effective) gid = effective;
+  }
+  if (!uid.has_value() || !gid.has_value()) return absl::OkStatus();
+  return transport::CheckOwner(fd, name, *uid, *gid);
 }
 
 std::string RoomOf(const v1::TrainerIdentity& identity) {
@@ -296,6 +317,9 @@ TrainerSessions::Resolve(const Session& session,
         absl::StatusOr<transport::UniqueFd> fd = transport::OpenPosixShm(
             region.memory().posix_shm().name(), /*writable=*/false);
         if (!fd.ok()) return ApiStatus(fd.status());
+        const absl::Status allowed =
+            MayName(session.process, *fd, region.memory().posix_shm().name());
+        if (!allowed.ok()) return ApiStatus(allowed);
         absl::StatusOr<std::unique_ptr<transport::ForeignMemory>> mapped =
             transport::ForeignMemory::Map(*fd, 0, region.size_bytes(),
                                           /*writable=*/false);

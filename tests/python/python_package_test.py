@@ -5,6 +5,8 @@ import concurrent.futures
 import multiprocessing.shared_memory
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -591,6 +593,46 @@ def test_shared_memory_of_another_user(model, segment):
             assert error.value.reason == "MEMORY_DENIED"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a trainer of another user")
+def test_a_daemon_of_root_gives_nobody_what_is_not_nobodys(daemon, model, segment, tmp_path):
+    """The trainer is nobody's: the daemon could open root's memory, and does not do it for him."""
+    program = """
+import ctypes, sys
+import numpy
+import weightsync
+from weightsync import _capi, tensors
+
+address, name, model = sys.argv[1:]
+array = numpy.zeros(4096, numpy.uint8)
+with weightsync.Trainer(model, address=address) as trainer:
+    at = array.__array_interface__["data"][0]
+    memory = _capi.SharedMemory(name=name.encode(), fd=-1, data=at, size_bytes=4096)
+    trainer._handle.check("use_shared_memory", ctypes.byref(memory))
+    try:
+        trainer._handle.check("register", _capi.tensors(tensors.parts_of("w", array)), 1, 20.0, None)
+        print("registered")
+    except weightsync.WeightsyncError as error:
+        print(error.reason)
+"""
+    path = f"/dev/shm/{segment.name}"
+
+    def said():
+        return subprocess.run(
+            [sys.executable, "-c", program, daemon.nodes[0].listen, f"/{segment.name}", model],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            user=65534,
+            group=65534,
+            cwd="/",
+        ).stdout.strip()
+
+    os.chmod(path, 0o600)
+    assert said() == "MEMORY_DENIED"
+    os.chmod(path, 0o644)
+    assert said() == "registered"
+
+
 # ---- What goes wrong before anything moves ----
 
 
@@ -760,3 +802,53 @@ def test_everything_comes_back_when_the_daemon_does(segment):
             worker.wait_installed(2, 60)
             assert (live["copied"] == 2).all() and (live["read"] == 3).all()
     del read
+
+
+# ---- Names on both sides ----
+
+
+def test_a_trainer_and_an_engine_that_fuse_in_different_ways(address, model):
+    """Two ranks hold Megatron's interleaved qkv by rows; the engine holds all queries, all keys, all values."""
+    heads, kv_heads, dim, hidden = 8, 2, 4, 6
+    random = numpy.random.default_rng(3)
+    q, k, v = (random.random((n * dim, hidden), numpy.float32) for n in (heads, kv_heads, kv_heads))
+    gate, up = (random.random((10, hidden), numpy.float32) for _ in range(2))
+    groups = [part.reshape(kv_heads, -1, hidden)[g] for g in range(kv_heads) for part in (q, k, v)]
+    megatron = numpy.concatenate(groups)
+    rules = [
+        weightsync.names.Rename(r"^decoder\.(\d+)\.", r"model.layers.\1."),
+        weightsync.names.split_qkv(
+            r"\.linear_qkv\.", heads, kv_heads, dim, (".q_proj.", ".k_proj.", ".v_proj."), interleaved=True
+        ),
+        weightsync.names.split_gate_up(r"\.linear_fc1\.", (".gate_proj.", ".up_proj.")),
+    ]
+    engine = {
+        "model.layers.0.qkv_proj.weight": numpy.zeros_like(megatron),
+        "model.layers.0.gate_up_proj.weight": numpy.zeros((20, hidden), numpy.float32),
+    }
+    rows = megatron.shape[0] // 2 + 3  # not at a group's border
+    ranks = [weightsync.Trainer(model, rank, 2, address=address) for rank in range(2)]
+    with ranks[0], ranks[1], weightsync.Worker(
+        model,
+        "r",
+        engine,
+        address=address,
+        names=[
+            weightsync.names.split_qkv(r"qkv_proj", heads, kv_heads, dim),
+            weightsync.names.split_gate_up(),
+        ],
+    ) as worker:
+        for rank, trainer in enumerate(ranks):
+            mine = megatron[rows * rank :][:rows]
+            weights = {"decoder.0.linear_qkv.weight": weightsync.Shard(mine, (rows * rank, 0), megatron.shape)}
+            fc1 = numpy.concatenate([gate, up])
+            weights["decoder.0.linear_fc1.weight"] = weightsync.Shard(fc1[10 * rank :][:10], (10 * rank, 0), fc1.shape)
+            trainer.register(weights, names=rules)
+        worker.wait_registered()
+        updates = [trainer.publish() for trainer in ranks]
+        assert [update.wait(60).version for update in updates] == [1, 1]
+        with weightsync.Admin(address) as admin:
+            found = {p.name for p in admin.call("GetModel", name=f"models/{model}").parameters}
+    assert found == {f"model.layers.0.{n}_proj.weight" for n in ("q", "k", "v", "gate", "up")}
+    assert numpy.array_equal(engine["model.layers.0.qkv_proj.weight"], numpy.concatenate([q, k, v]))
+    assert numpy.array_equal(engine["model.layers.0.gate_up_proj.weight"], numpy.concatenate([gate, up]))

@@ -82,5 +82,24 @@ absl::StatusOr<UniqueFd> OpenPosixShm(const std::string& name, bool writable) {
                         errno);
 }
 
+absl::Status CheckOwner(const UniqueFd& fd, const std::string& name, uid_t uid,
+                        gid_t gid) {
+  struct stat found;
+  if (fstat(fd.get(), &found) != 0) {
+    return MakeErrnoError(absl::StatusCode::kInvalidArgument, "NOT_MEMORY",
+                          absl::StrCat("cannot look at ", name), errno);
+  }
+  if (uid == 0) return absl::OkStatus();
+  // As the kernel decides: the first class that fits is the one that counts.
+  const mode_t needed = found.st_uid == uid   ? S_IRUSR
+                        : found.st_gid == gid ? S_IRGRP
+                                              : S_IROTH;
+  if ((found.st_mode & needed) != 0) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kPermissionDenied, "SEGMENT_DENIED",
+      absl::StrCat(name, " belongs to user ", found.st_uid, ", and user ", uid,
+                   ", who registers it, may not read it"));
+}
+
 }  // namespace transport
 }  // namespace weightsync

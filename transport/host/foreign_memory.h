@@ -1,6 +1,8 @@
 #ifndef WEIGHTSYNC_TRANSPORT_HOST_FOREIGN_MEMORY_H_
 #define WEIGHTSYNC_TRANSPORT_HOST_FOREIGN_MEMORY_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -49,6 +51,12 @@ class ForeignMemory {
 // (SEGMENT_UNKNOWN), PERMISSION_DENIED (SEGMENT_DENIED), INVALID_ARGUMENT
 // (BAD_SEGMENT_NAME).
 absl::StatusOr<UniqueFd> OpenPosixShm(const std::string& name, bool writable);
+
+// Whether a process of this user and group may read the memory by itself: what
+// a daemon of another user opens for it must not be more than that. OK for
+// root. PERMISSION_DENIED (SEGMENT_DENIED).
+absl::Status CheckOwner(const UniqueFd& fd, const std::string& name, uid_t uid,
+                        gid_t gid);
 
 }  // namespace transport
 }  // namespace weightsync

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <string>
@@ -68,6 +69,27 @@ TEST_F(ForeignMemoryTest, Names) {
     EXPECT_EQ(ReasonOf(OpenPosixShm(name, false).status()), "BAD_SEGMENT_NAME")
         << name;
   }
+}
+
+// What the kernel would let a process of that user do, whoever asks.
+TEST_F(ForeignMemoryTest, AnotherUsersSegmentIsRefused) {
+  struct stat found;
+  ASSERT_EQ(fstat(owner_.get(), &found), 0);
+  const uid_t uid = found.st_uid;
+  const gid_t gid = found.st_gid;
+  const auto reason = [&](uid_t who, gid_t group) {
+    return ReasonOf(CheckOwner(owner_, name_, who, group));
+  };
+  EXPECT_EQ(reason(uid, gid), "");
+  EXPECT_EQ(reason(0, 0), "");
+  EXPECT_EQ(reason(uid + 1, gid), "SEGMENT_DENIED");
+  EXPECT_EQ(reason(uid + 1, gid + 1), "SEGMENT_DENIED");
+  ASSERT_EQ(fchmod(owner_.get(), 0640), 0);
+  EXPECT_EQ(reason(uid + 1, gid), "");
+  EXPECT_EQ(reason(uid + 1, gid + 1), "SEGMENT_DENIED");
+  ASSERT_EQ(fchmod(owner_.get(), 0604), 0);
+  EXPECT_EQ(reason(uid + 1, gid + 1), "");
+  EXPECT_EQ(reason(uid + 1, gid), "SEGMENT_DENIED");
 }
 
 TEST_F(ForeignMemoryTest, ATruncatedSegmentFailsTheCopy) {
