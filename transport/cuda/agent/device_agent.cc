@@ -84,8 +84,16 @@ absl::Status DeviceAgent::StartProcess(uint64_t epoch) {
   for (std::string& word : words) argv.push_back(&word[0]);
   argv.push_back(nullptr);
   pid_t pid = 0;
+  // The daemon takes its signals on one thread and blocks them everywhere.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  sigset_t none;
+  sigemptyset(&none);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
   const int error =
-      posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ);
+      posix_spawn(&pid, argv[0], &actions, &attributes, argv.data(), environ);
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   close(child_socket);
   if (error != 0) {
