@@ -269,8 +269,8 @@ void DeviceAgent::EndProcess(const absl::Status& why) {
 
 void DeviceAgent::Supervise() {
   absl::Duration backoff = options_.backoff;
-  if (options_.on_change != nullptr)
-    options_.on_change(epoch(), absl::OkStatus());
+  // Of the first process, which may be gone by now.
+  if (options_.on_change != nullptr) options_.on_change(1, absl::OkStatus());
   while (true) {
     bool gone;
     absl::Status why;
