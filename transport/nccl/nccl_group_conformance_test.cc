@@ -8,6 +8,7 @@
 
 #include "gtest/gtest.h"
 #include "transport/conformance/group_conformance.h"
+#include "transport/conformance/test_chain.h"
 #include "transport/cuda/device.h"
 #include "transport/nccl/nccl_channel.h"
 
@@ -47,6 +48,31 @@ std::unique_ptr<GroupFactory> MakeNode(FaultPolicy* faults) {
 }
 
 }  // namespace
+
+// A node that was told to move over TCP alone, and one on the same GPU.
+TEST(NcclGroup, EdgesThatCannotBeAreNamed) {
+  for (const bool same_gpu : {false, true}) {
+    int made = 0;
+    TestNodes nodes(
+        [&](FaultPolicy*) -> std::unique_ptr<GroupFactory> {
+          tcp::EndpointOptions options;
+          options.cluster_id = kConformanceCluster;
+          return *(made++ == 0 || same_gpu
+                       ? CreateNcclEndpoint(options, DeviceOf(0))
+                       : tcp::Endpoint::Create(options));
+        },
+        2);
+    TestStore a({1000}), b({1000});
+    a.FillAndMark(1);
+    auto groups = nodes.NewGroups({0, 1});
+    JoinAll(groups);
+    MoveAll(groups, {&a, &b});
+    for (const absl::Status& status : WaitAll(groups)) {
+      EXPECT_EQ(Blame(status),
+                same_gpu ? "SAME_GPU a->b" : "GROUP_KIND_MISMATCH a->b");
+    }
+  }
+}
 
 INSTANTIATE_TEST_SUITE_P(Nccl, GroupConformance,
                          testing::Values(GroupBackend{"nccl", MakeNode}));
