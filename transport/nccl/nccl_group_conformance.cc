@@ -2,10 +2,14 @@
 // of its own, as NCCL asks.
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <iostream>
 #include <memory>
+#include <string>
 #include <utility>
 
+#include "glog/logging.h"
 #include "gtest/gtest.h"
 #include "transport/conformance/group_conformance.h"
 #include "transport/conformance/test_chain.h"
@@ -17,12 +21,29 @@ namespace transport {
 namespace nccl {
 namespace {
 
-// Of the process that plays a peer; the others are this process's in turn.
-constexpr int kDevices = 8;
+constexpr int kMaxDevices = 16;
 bool is_child = false;
 
+int DeviceCount() {
+  static const int count = [] {
+    const auto devices = cuda::ListDevices();
+    CHECK(devices.ok()) << devices.status();
+    return std::min(kMaxDevices, static_cast<int>(devices->size()));
+  }();
+  return count;
+}
+
+// Where there are enough, the last is that of the process that plays a peer,
+// and the others are this process's nodes' in turn.
+int NextDevice() {
+  static std::atomic<int> counter{0};
+  const int count = DeviceCount();
+  if (is_child) return count - 1;
+  return counter++ % (count > 2 ? count - 1 : count);
+}
+
 NcclDevice* DeviceOf(int ordinal) {
-  static std::unique_ptr<NcclDevice> devices[kDevices];
+  static std::unique_ptr<NcclDevice> devices[kMaxDevices];
   if (devices[ordinal] == nullptr) {
     NcclOptions options;
     options.device_uuid = (*cuda::ListDevices())[ordinal].uuid;
@@ -36,8 +57,7 @@ NcclDevice* DeviceOf(int ordinal) {
 }
 
 std::unique_ptr<GroupFactory> MakeNode(FaultPolicy* faults) {
-  static std::atomic<int> counter{0};
-  const int ordinal = is_child ? kDevices - 1 : counter++ % (kDevices - 1);
+  const int ordinal = NextDevice();
   tcp::EndpointOptions options;
   options.cluster_id = kConformanceCluster;
   options.heartbeat = absl::Milliseconds(200);
@@ -81,7 +101,15 @@ INSTANTIATE_TEST_SUITE_P(Nccl, GroupConformance,
 }  // namespace transport
 }  // namespace weightsync
 
+// Besides the tests, `--check_nccl`: whether there is an NCCL to be had.
 int main(int argc, char** argv) {
+  if (argc == 2 && std::string(argv[1]) == "--check_nccl") {
+    const auto library = weightsync::transport::nccl::NcclLibrary::Load();
+    std::cout << (library.ok() ? (*library)->path()
+                               : std::string(library.status().message()))
+              << std::endl;
+    return library.ok() ? 0 : 1;
+  }
   weightsync::transport::nccl::is_child =
       argc == 2 && argv[1][2] == 'g' && argv[1][3] == 'r';
   return weightsync::transport::GroupConformanceMain(
