@@ -261,7 +261,12 @@ void DeviceAgent::EndProcess(const absl::Status& why) {
     }
     absl::SleepFor(absl::Milliseconds(5));
   }
+  // One that was killed could not.
   absl::MutexLock lock(&mutex_);
+  const std::string fds =
+      absl::StrCat(options_.fd_socket_prefix, ".", process_epoch_);
+  unlink(fds.c_str());
+  unlink((fds + ".lock").c_str());
   pid_ = 0;
   close(socket_);
   socket_ = -1;
