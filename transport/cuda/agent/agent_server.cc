@@ -303,6 +303,8 @@ class AgentServer {
     nccl_options_.max_ctas = config->nccl_max_ctas;
     nccl_options_.cta_policy = config->nccl_cta_policy;
     nccl_options_.staging_bytes = config->nccl_staging_bytes;
+    nccl_options_.abort_deadline =
+        absl::Milliseconds(config->nccl_abort_deadline_ms);
     // What hangs in NCCL ends with the process, and with nothing less.
     nccl_options_.on_hung = [](const absl::Status& status) {
       LOG(ERROR) << "the agent ends: " << status.message();

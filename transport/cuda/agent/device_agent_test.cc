@@ -361,6 +361,26 @@ TEST_F(DeviceAgentTest, ACallThatHangsIsADeadlineAndCostsOneAgent) {
   EXPECT_TRUE(agent->Open(2, trainer.handle(), false, kDeadline).ok());
 }
 
+TEST_F(DeviceAgentTest, AnAbortThatNeverReturnsCostsOneAgent) {
+  DeviceAgent::Options options = SmallOptions();
+  options.config.nccl_abort_deadline_ms = 200;
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
+  const auto channel = agent->NewChannel(1, kDeadline);
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
+  gpu_sim::Plant("call=ncclCommAbort process=agent hang=1");
+  const absl::Time start = absl::Now();
+  EXPECT_EQ(ReasonOf(agent->ChannelConnect(1, *channel, absl::Milliseconds(100),
+                                           [] { return false; })),
+            "DEVICE_AGENT_LOST");
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+  gpu_sim::Plant("");
+  ASSERT_TRUE(Eventually([&] { return agent->epoch() == 2; }));
+  EXPECT_EQ(ReasonOf(agent->ChannelOffer(1, *channel, kDeadline).status()),
+            "STALE_EPOCH");
+  EXPECT_TRUE(agent->NewChannel(2, kDeadline).ok());
+}
+
 // Requests that take long are no reason to take an agent for hung.
 TEST_F(DeviceAgentTest, ManyRequestsThatWaitLeaveItAnswering) {
   DeviceAgent::Options options = SmallOptions();
