@@ -32,6 +32,8 @@
 #include "grpcpp/health_check_service_interface.h"
 #include "nlohmann/json.hpp"
 #include "proto/status.h"
+#include "transport/cuda/agent/agent_channel.h"
+#include "transport/cuda/agent/device_agent.h"
 #include "transport/host/copy_pool.h"
 #include "transport/host/fd_socket.h"
 #include "transport/host/host_memory.h"
@@ -42,6 +44,9 @@
 namespace weightsync {
 namespace daemon {
 namespace {
+
+// Of each end of each edge over NCCL. The same on all nodes of a cluster.
+constexpr int64_t kNcclStagingBytes = 16 << 20;
 
 // Of one message: lists of the parameters of very large models.
 constexpr int kMaxMessageBytes = 256 << 20;
@@ -111,6 +116,7 @@ class DaemonImpl final : public Daemon {
   absl::Status CheckOptions();
   absl::Status TakePlaces();
   absl::Status StartTransport();
+  absl::Status StartDeviceAgent();
   absl::Status StartCoordinator();
   absl::Status StartServer();
   absl::Status WriteReadyFile();
@@ -130,6 +136,8 @@ class DaemonImpl final : public Daemon {
   std::unique_ptr<transport::FdServer> descriptors_;
   std::unique_ptr<transport::CopyPool> copies_;
   std::unique_ptr<transport::HostMemory> memory_;
+  std::unique_ptr<transport::cuda::DeviceAgent> device_agent_;
+  std::unique_ptr<transport::cuda::AgentChannels> channels_;
   std::unique_ptr<transport::tcp::Endpoint> endpoint_;
   std::unique_ptr<ProcessWatcher> processes_;
   std::unique_ptr<CoordinatorLoop> coordinator_;
@@ -276,6 +284,10 @@ absl::Status DaemonImpl::StartTransport() {
   endpoint.first_port = options_.data_port_first;
   endpoint.last_port = options_.data_port_last;
   endpoint.faults = options_.faults;
+  if (options_.nccl) {
+    if (absl::Status status = StartDeviceAgent(); !status.ok()) return status;
+    endpoint.payload = channels_->Factory();
+  }
   absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
       transport::tcp::Endpoint::Create(endpoint);
   if (!made.ok()) return made.status();
@@ -285,6 +297,38 @@ absl::Status DaemonImpl::StartTransport() {
       ProcessWatcher::Start();
   if (!processes.ok()) return processes.status();
   processes_ = *std::move(processes);
+  return absl::OkStatus();
+}
+
+absl::Status DaemonImpl::StartDeviceAgent() {
+  transport::cuda::DeviceAgent::Options agent;
+  // It lies beside this program, which so needs no CUDA itself.
+  char self[4096];
+  const ssize_t size = readlink("/proc/self/exe", self, sizeof(self));
+  std::string program(self, size > 0 ? static_cast<size_t>(size) : 0);
+  program.resize(program.rfind('/') + 1);
+  program += "weightsync_device_agent";
+  if (access(program.c_str(), X_OK) != 0) {
+    return ErrorStatus(
+        absl::StatusCode::kFailedPrecondition, "DEVICE_AGENT_MISSING",
+        absl::StrCat("--group=nccl needs ", program,
+                     ", which is built where there are CUDA's nvcc and NCCL's "
+                     "headers: put it there, or choose --group=tcp"));
+  }
+  agent.command = {program};
+  agent.config.device_uuid = options_.device_uuid;
+  agent.config.slots = 0;  // the store is the host's
+  agent.config.nccl_max_ctas = options_.nccl_max_ctas;
+  agent.config.nccl_staging_bytes = kNcclStagingBytes;
+  agent.fd_socket_prefix = options_.unix_socket + ".gpu";
+  absl::StatusOr<std::unique_ptr<transport::cuda::DeviceAgent>> started =
+      transport::cuda::DeviceAgent::Start(std::move(agent));
+  if (!started.ok()) return started.status();
+  device_agent_ = *std::move(started);
+  LOG(INFO) << "bytes go over NCCL, from " << device_agent_->device_uuid()
+            << " (" << device_agent_->device_name() << ")";
+  channels_ = std::make_unique<transport::cuda::AgentChannels>(
+      device_agent_.get(), kNcclStagingBytes);
   return absl::OkStatus();
 }
 
@@ -460,6 +504,8 @@ void DaemonImpl::Shutdown() {
   coordinator_ = nullptr;
   processes_ = nullptr;
   endpoint_ = nullptr;
+  channels_ = nullptr;
+  device_agent_ = nullptr;
   memory_ = nullptr;
   copies_ = nullptr;
   descriptors_ = nullptr;

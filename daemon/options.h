@@ -82,6 +82,13 @@ struct Options {
   int data_port_first = 0;
   int data_port_last = 0;
 
+  // --group=nccl: the bytes between nodes go over NCCL, from a device agent.
+  bool nccl = false;
+  // Of that GPU; empty: the only one.
+  std::string device_uuid;
+  // Of its SMs, for each operation.
+  int nccl_max_ctas = 4;
+
   // Journal and identity; made when missing.
   std::string state_dir;
   // Written when the daemon serves, removed at its end; empty: none.

@@ -54,6 +54,17 @@ DEFINE_string(data_port_range, "",
               "the kernel "
               "chooses.");
 DEFINE_string(
+    group, "tcp",
+    "What the bytes between nodes go over: tcp, or nccl (from GPU to GPU, by a "
+    "child process that has the GPU; the store stays in host memory). The same "
+    "on all nodes.");
+DEFINE_string(device_uuid, "",
+              "With --group=nccl: the GPU, as nvidia-smi -L names it. Empty: "
+              "the only one.");
+DEFINE_int32(nccl_max_ctas, 4,
+             "With --group=nccl: how many of the GPU's SMs an operation may "
+             "take from those who compute; 1 to 32.");
+DEFINE_string(
     labels, "",
     "What the topology knows of this node, comma-separated or by repeating the "
     "flag: "
@@ -359,6 +370,15 @@ absl::StatusOr<Options> OptionsFromFlags() {
   options.data_address = FLAGS_data_address;
   absl::Status status = ReadPortRange(&options);
   if (!status.ok()) return status;
+  if (FLAGS_group != "tcp" && FLAGS_group != "nccl")
+    return FlagError("group", FLAGS_group, "give tcp or nccl");
+  options.nccl = FLAGS_group == "nccl";
+  options.device_uuid = FLAGS_device_uuid;
+  if (FLAGS_nccl_max_ctas < 1 || FLAGS_nccl_max_ctas > 32) {
+    return FlagError("nccl_max_ctas", absl::StrCat(FLAGS_nccl_max_ctas),
+                     "give 1 to 32");
+  }
+  options.nccl_max_ctas = FLAGS_nccl_max_ctas;
   options.state_dir =
       FLAGS_state_dir.empty() ? DefaultStateDir() : FLAGS_state_dir;
   options.ready_file = FLAGS_ready_file;

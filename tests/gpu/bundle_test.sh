@@ -40,13 +40,15 @@ grep -q 'NOT MEASURED.*DRIVER_TOO_OLD' <<<"$("$root/run.sh" "$work/none.txt")" |
 
 # One with a GPU.
 cp -f "$sim/libcudart.so.13" "$root/lib/libcudart.so.13"
+cp -f "$sim/libnccl.so.2" "$root/lib/libnccl.so.2"
 export GPU_SIM_DIR GPU_SIM_EXECUTOR=$sim/gpu_sim_executor GPU_SIM_KERNELS=$twins GPU_SIM_RACES=0
-export GPU_SIM_DELAY_US=0
+export GPU_SIM_DELAY_US=0 GPU_SIM_DEVICES=2
 if ! output=$("$root/run.sh" --smoke "$work/results.txt" 2>&1); then
   fail "run.sh: $output"
   cat "$work/results.txt"
 fi
-for line in 'memory conformance: passed' 'figures: passed' 'kill tests: NOT MEASURED'; do
+for line in 'memory conformance: passed' 'figures: passed' 'groups over NCCL, one receiver: passed' \
+  'kill tests: NOT MEASURED'; do
   grep -q "$line" <<<"$output" || fail "no line '$line' in: $output"
 done
 grep -q 'pack, with digests of frames .* ratio' "$work/results.txt" || fail "no figures"

@@ -21,8 +21,8 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
-#include "tests/gpu/sim/control.h"
 #include "transport/cuda/cast_definition.h"
+#include "transport/cuda/sim_control.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
 

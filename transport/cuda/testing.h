@@ -30,6 +30,9 @@ class TestProcess {
   }
   static CudaMemory::Options SmallOptions() {
     CudaMemory::Options options;
+    // Of a machine with several, the first.
+    const auto devices = ListDevices();
+    if (devices.ok()) options.device_uuid = (*devices)[0].uuid;
     options.keep_free_bytes = 1 << 20;
     // Several parts, and engines, for the small buckets of tests.
     options.pack_part_bytes = 128 << 10;

@@ -17,8 +17,8 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
-#include "tests/gpu/sim/control.h"
 #include "transport/cuda/device.h"
+#include "transport/cuda/sim_control.h"
 #include "transport/error.h"
 
 namespace weightsync {

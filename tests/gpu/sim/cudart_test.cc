@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/gpu/sim/control.h"
 #include "tests/gpu/sim/test_kernels.h"
+#include "transport/cuda/sim_control.h"
 
 namespace gpu_sim {
 namespace {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "tests/gpu/sim/control.h"
+#include "transport/cuda/sim_control.h"
 #include "transport/nccl/nccl_library.h"
 
 namespace gpu_sim {

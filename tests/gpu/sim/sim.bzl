@@ -43,7 +43,7 @@ def gpu_sim_twins(name, srcs, hdrs = [], deps = [], **kwargs):
         **kwargs
     )
 
-def gpu_sim_test(name, program, twins = [], data = [], env = {}, size = "small", tags = [], args = []):
+def gpu_sim_test(name, program, user = None, twins = [], data = [], env = {}, size = "small", tags = [], args = []):
     """Runs a program on a simulated machine of its own.
 
     It fails as well when the program is not linked with the shared cudart, or
@@ -52,6 +52,7 @@ def gpu_sim_test(name, program, twins = [], data = [], env = {}, size = "small",
     Args:
       name: of the target.
       program: label of the cc_binary.
+      user: label of the program that uses CUDA, where `program` only starts it.
       twins: labels of gpu_sim_twins with the kernels of the program.
       data: as in cc_test.
       env: settings of the simulation, as in machine.h.
@@ -69,8 +70,9 @@ def gpu_sim_test(name, program, twins = [], data = [], env = {}, size = "small",
         srcs = ["//tests/gpu/sim:run_simulated.sh"],
         args = ["%s=%s" % (key, env[key]) for key in sorted(env)] +
                ["$(rootpath %s)" % library for library in libraries] +
+               (["--uses", "$(rootpath %s)" % user] if user else []) +
                ["--", "$(rootpath %s)" % program] + args,
-        data = data + libraries + [
+        data = data + libraries + ([user] if user else []) + [
             program,
             "//tests/gpu/sim:runtime",
         ],

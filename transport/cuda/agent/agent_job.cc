@@ -68,6 +68,7 @@ std::string AgentConfig::Encode() const {
       .Put(nccl_max_ctas)
       .Put(nccl_cta_policy)
       .Put(nccl_staging_bytes)
+      .Put(nccl_abort_deadline_ms)
       .bytes();
 }
 
@@ -84,6 +85,7 @@ absl::StatusOr<AgentConfig> AgentConfig::Decode(absl::string_view bytes) {
   config.nccl_max_ctas = in.Get<int32_t>();
   config.nccl_cta_policy = in.Get<int32_t>();
   config.nccl_staging_bytes = in.Get<int64_t>();
+  config.nccl_abort_deadline_ms = in.Get<int64_t>();
   if (!in.done()) return Malformed();
   return config;
 }

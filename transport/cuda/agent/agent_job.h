@@ -72,6 +72,7 @@ struct AgentConfig {
   int32_t nccl_max_ctas = 4;
   int32_t nccl_cta_policy = 1;
   int64_t nccl_staging_bytes = 32 << 20;
+  int64_t nccl_abort_deadline_ms = 5000;
 
   std::string Encode() const;
   static absl::StatusOr<AgentConfig> Decode(absl::string_view bytes);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <list>
 #include <map>
 #include <memory>
 #include <string>
@@ -33,6 +34,8 @@ namespace cuda {
 namespace {
 
 constexpr absl::Duration kEndDeadline = absl::Seconds(10);
+// At a time: each has a thread.
+constexpr size_t kMaxRequests = 512;
 
 absl::Status BadJob(absl::string_view what) {
   return MakeError(absl::StatusCode::kInvalidArgument, "BAD_JOB", what);
@@ -84,7 +87,11 @@ class AgentServer {
   explicit AgentServer(int socket) : socket_(socket), pool_(1) {}
 
   int Run() {
-    std::vector<std::thread> threads;
+    struct Worker {
+      std::thread thread;
+      std::shared_ptr<std::atomic<bool>> done;
+    };
+    std::list<Worker> workers;
     while (true) {
       absl::StatusOr<AgentPacket> packet = ReceivePacket(socket_);
       if (!packet.ok()) break;
@@ -99,14 +106,29 @@ class AgentServer {
         continue;
       }
       // A pack may take seconds; what comes after it need not wait.
-      threads.emplace_back(
-          [this, request = std::make_shared<AgentPacket>(*std::move(packet))] {
-            Handle(std::move(*request));
-          });
-      if (threads.size() >= 64) {
-        for (std::thread& thread : threads) thread.join();
-        threads.clear();
+      // Never is anything waited for here: a ping may be behind it.
+      for (auto at = workers.begin(); at != workers.end();) {
+        if (!*at->done) {
+          ++at;
+          continue;
+        }
+        at->thread.join();
+        at = workers.erase(at);
       }
+      if (workers.size() >= kMaxRequests) {
+        Answer(packet->id,
+               MakeError(absl::StatusCode::kResourceExhausted, "AGENT_BUSY",
+                         absl::StrCat("the agent has ", workers.size(),
+                                      " requests at work")));
+        continue;
+      }
+      const auto done = std::make_shared<std::atomic<bool>>(false);
+      const auto request = std::make_shared<AgentPacket>(*std::move(packet));
+      workers.push_back({std::thread([this, request, done] {
+                           Handle(std::move(*request));
+                           *done = true;
+                         }),
+                         done});
     }
     {
       absl::MutexLock lock(&mutex_);
@@ -118,7 +140,7 @@ class AgentServer {
       LOG(ERROR) << "the agent does not end by itself";
       _exit(kAgentDeviceLost);
     }).detach();
-    for (std::thread& thread : threads) thread.join();
+    for (Worker& worker : workers) worker.thread.join();
     {
       absl::MutexLock lock(&mutex_);
       channels_.clear();
@@ -281,6 +303,8 @@ class AgentServer {
     nccl_options_.max_ctas = config->nccl_max_ctas;
     nccl_options_.cta_policy = config->nccl_cta_policy;
     nccl_options_.staging_bytes = config->nccl_staging_bytes;
+    nccl_options_.abort_deadline =
+        absl::Milliseconds(config->nccl_abort_deadline_ms);
     // What hangs in NCCL ends with the process, and with nothing less.
     nccl_options_.on_hung = [](const absl::Status& status) {
       LOG(ERROR) << "the agent ends: " << status.message();

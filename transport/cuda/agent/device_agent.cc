@@ -84,8 +84,16 @@ absl::Status DeviceAgent::StartProcess(uint64_t epoch) {
   for (std::string& word : words) argv.push_back(&word[0]);
   argv.push_back(nullptr);
   pid_t pid = 0;
+  // The daemon takes its signals on one thread and blocks them everywhere.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  sigset_t none;
+  sigemptyset(&none);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK);
   const int error =
-      posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environ);
+      posix_spawn(&pid, argv[0], &actions, &attributes, argv.data(), environ);
+  posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   close(child_socket);
   if (error != 0) {
@@ -253,7 +261,12 @@ void DeviceAgent::EndProcess(const absl::Status& why) {
     }
     absl::SleepFor(absl::Milliseconds(5));
   }
+  // One that was killed could not.
   absl::MutexLock lock(&mutex_);
+  const std::string fds =
+      absl::StrCat(options_.fd_socket_prefix, ".", process_epoch_);
+  unlink(fds.c_str());
+  unlink((fds + ".lock").c_str());
   pid_ = 0;
   close(socket_);
   socket_ = -1;
@@ -261,8 +274,8 @@ void DeviceAgent::EndProcess(const absl::Status& why) {
 
 void DeviceAgent::Supervise() {
   absl::Duration backoff = options_.backoff;
-  if (options_.on_change != nullptr)
-    options_.on_change(epoch(), absl::OkStatus());
+  // Of the first process, which may be gone by now.
+  if (options_.on_change != nullptr) options_.on_change(1, absl::OkStatus());
   while (true) {
     bool gone;
     absl::Status why;

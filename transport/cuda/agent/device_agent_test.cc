@@ -21,8 +21,8 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
-#include "tests/gpu/sim/control.h"
 #include "transport/cuda/agent/agent_server.h"
+#include "transport/cuda/sim_control.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
 
@@ -66,6 +66,7 @@ DeviceAgent::Options SmallOptions() {
   options.config.slot_bytes = kSlotBytes;
   options.config.keep_free_bytes = 1 << 20;
   options.config.stall_deadline_ms = 1000;
+  options.config.nccl_staging_bytes = 64 << 10;
   options.fd_socket_prefix =
       absl::StrCat(getenv("GPU_SIM_DIR"), "/agent_", getpid(), "_", counter++);
   options.hang_deadline = absl::Seconds(2);
@@ -290,7 +291,8 @@ TEST_F(DeviceAgentTest, BadInputIsRefusedAndTheAgentGoesOn) {
 
 TEST_F(DeviceAgentTest, AnAgentThatIsKilledIsStartedAgainInANewEpoch) {
   Trainer trainer;
-  const std::unique_ptr<DeviceAgent> agent = Start(SmallOptions());
+  const DeviceAgent::Options options = SmallOptions();
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
   const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
   ASSERT_TRUE(import.ok());
   const pid_t first = agent->pid();
@@ -308,6 +310,9 @@ TEST_F(DeviceAgentTest, AnAgentThatIsKilledIsStartedAgainInANewEpoch) {
   EXPECT_TRUE(Eventually([&] { return changes().size() == 3; }));
   EXPECT_EQ(changes(), (std::vector<std::string>{
                            "up 1", "down DEVICE_AGENT_LOST", "up 2"}));
+  // It left nothing behind.
+  EXPECT_NE(access((options.fd_socket_prefix + ".1").c_str(), F_OK), 0);
+  EXPECT_EQ(access((options.fd_socket_prefix + ".2").c_str(), F_OK), 0);
   // The slots of the old one were given back.
   EXPECT_EQ(agent->GetUsage(kDeadline)->slots_bytes, 2 * kSlotBytes);
 }
@@ -354,6 +359,50 @@ TEST_F(DeviceAgentTest, ACallThatHangsIsADeadlineAndCostsOneAgent) {
   gpu_sim::Plant("");
   ASSERT_TRUE(Eventually([&] { return agent->epoch() == 2; }));
   EXPECT_TRUE(agent->Open(2, trainer.handle(), false, kDeadline).ok());
+}
+
+TEST_F(DeviceAgentTest, AnAbortThatNeverReturnsCostsOneAgent) {
+  DeviceAgent::Options options = SmallOptions();
+  options.config.nccl_abort_deadline_ms = 200;
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
+  const auto channel = agent->NewChannel(1, kDeadline);
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
+  gpu_sim::Plant("call=ncclCommAbort process=agent hang=1");
+  const absl::Time start = absl::Now();
+  EXPECT_EQ(ReasonOf(agent->ChannelConnect(1, *channel, absl::Milliseconds(100),
+                                           [] { return false; })),
+            "DEVICE_AGENT_LOST");
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+  gpu_sim::Plant("");
+  ASSERT_TRUE(Eventually([&] { return agent->epoch() == 2; }));
+  EXPECT_EQ(ReasonOf(agent->ChannelOffer(1, *channel, kDeadline).status()),
+            "STALE_EPOCH");
+  EXPECT_TRUE(agent->NewChannel(2, kDeadline).ok());
+}
+
+// Requests that take long are no reason to take an agent for hung.
+TEST_F(DeviceAgentTest, ManyRequestsThatWaitLeaveItAnswering) {
+  DeviceAgent::Options options = SmallOptions();
+  options.hang_deadline = absl::Seconds(1);
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
+  std::vector<std::thread> waiting;
+  std::atomic<int> told{0};
+  for (int i = 0; i < 3; ++i) {
+    waiting.emplace_back([&] {
+      // A peer that never comes.
+      const auto channel = agent->NewChannel(1, kDeadline);
+      ASSERT_TRUE(channel.ok()) << channel.status();
+      ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
+      if (absl::IsUnavailable(agent->ChannelConnect(
+              1, *channel, absl::Seconds(3), [] { return false; })))
+        ++told;
+    });
+  }
+  for (int i = 0; i < 200; ++i) EXPECT_TRUE(agent->GetUsage(kDeadline).ok());
+  for (std::thread& thread : waiting) thread.join();
+  EXPECT_EQ(told, 3);
+  EXPECT_EQ(agent->epoch(), 1u);
 }
 
 TEST_F(DeviceAgentTest, AnAgentThatIsStoppedIsNoticedWithoutACall) {

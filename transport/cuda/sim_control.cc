@@ -1,4 +1,4 @@
-#include "tests/gpu/sim/control.h"
+#include "transport/cuda/sim_control.h"
 
 #include <unistd.h>
 
