@@ -54,9 +54,11 @@ absl::StatusOr<const DriverApi*> GetDriverApi() {
   absl::Status status = Find("cuMemGetAddressRange", 3020, &api.address_range_);
   if (status.ok())
     status = Find("cuPointerGetAttribute", 4000, &api.pointer_attribute_);
-  // As it was before MIG: the whole GPU's.
-  if (status.ok()) status = Find("cuDeviceGetUuid", 9020, &api.device_uuid_);
   if (!status.ok()) return status;
+  // As it was before MIG: the whole GPU's. A driver that has forgotten it is no
+  // worse for it: MIG shows in names too.
+  if (!Find("cuDeviceGetUuid", 9020, &api.device_uuid_).ok())
+    api.device_uuid_ = nullptr;
   found = new DriverApi(api);
   return found;
 }
@@ -93,6 +95,7 @@ absl::StatusOr<bool> DriverApi::HasIpcHandle(const void* pointer) const {
 }
 
 bool DriverApi::device_uuid(int ordinal, unsigned char* uuid) const {
+  if (device_uuid_ == nullptr) return false;
   CUuuid found;
   if (reinterpret_cast<DeviceUuidFunction>(device_uuid_)(&found, ordinal) !=
       CUDA_SUCCESS)
