@@ -397,6 +397,8 @@ TEST_P(GroupConformance, AFailedSourceLandingEndsTheMoveEverywhere) {
   auto groups = nodes.NewGroups({0, 1, 2});
   JoinAll(groups);
   MoveAll(groups, {&a, &b, &c});
+  // Where payload goes beside the words, the failure may overtake it.
+  EXPECT_TRUE(Eventually([&] { return c[0].landing()->IsReady(2); }));
   a[0].landing()->Fail(MakeError(absl::StatusCode::kAborted, "SOURCE_CHANGED",
                                  "the trainer wrote during the copy"));
   for (const absl::Status& status : WaitAll(groups))
