@@ -95,6 +95,19 @@ int List() {
   return 0;
 }
 
+// Of its own: process numbers repeat where others have their own name space.
+struct ScratchDirectory {
+  ScratchDirectory()
+      : path(absl::StrCat(
+            getenv("TMPDIR") != nullptr ? getenv("TMPDIR") : "/tmp",
+            "/gpu_bench.XXXXXX")) {
+    if (mkdtemp(&path[0]) == nullptr) Must(absl::InternalError(path));
+  }
+  ~ScratchDirectory() { rmdir(path.c_str()); }
+
+  std::string path;
+};
+
 int Run(bool smoke) {
   const int64_t bucket_bytes = smoke ? 4 << 20 : 256 << 20;
   const int times = smoke ? 1 : 9;
@@ -104,11 +117,9 @@ int Run(bool smoke) {
   const absl::StatusOr<std::vector<DeviceInfo>> devices = ListDevices();
   Must(devices.status());
   CopyPool pool(1);
-  const std::string socket =
-      absl::StrCat(getenv("TMPDIR") != nullptr ? getenv("TMPDIR") : "/tmp",
-                   "/gpu_bench_", getpid());
+  const ScratchDirectory scratch;
   absl::StatusOr<std::unique_ptr<FdServer>> fds =
-      FdServer::Start(socket, FdServer::Options());
+      FdServer::Start(absl::StrCat(scratch.path, "/fds"), FdServer::Options());
   Must(fds.status());
   HostMemory host(&pool, fds->get(), {});
   CudaMemory::Options options;
