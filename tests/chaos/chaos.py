@@ -311,7 +311,8 @@ class Run:
         cluster, rng, now = self.cluster, self.rng, self.cluster.now
         words = cluster.words = self.options()
         fault = faults.KINDS[kind](cluster, rng)
-        scenario = operators.draw(self) if fault.keeps_holds else operators.Nothing(self)
+        draws = operators.usable(fault.keeps_holds, self.arguments.operators)
+        scenario = operators.draw(self, draws)
         self.scenario = scenario
         alone = scenario.alone and not fault.republish
         if not alone and rng.random() < 0.5:
@@ -549,6 +550,7 @@ def parse(argv):
     parser.add_argument("--minutes", type=float, help="no further trial begins after so long")
     parser.add_argument("--cluster", type=int, help="replay only this cluster of the run")
     parser.add_argument("--kinds", help="only kinds of fault that contain this text")
+    parser.add_argument("--operators", help="only what operators do whose name contains this text")
     parser.add_argument("--keep", help="logs of clusters with a finding are kept here")
     parser.add_argument("--json", help="totals are also written to this file")
     parser.add_argument("--sum", nargs="+", help="add up what --json wrote, and run nothing")

@@ -267,9 +267,17 @@ class Adopter:
         return self.adopted
 
 
-KINDS = {kind.name: kind for kind in (Nothing, Hold, Rollback, Drain)}
+# (weight, kind)
+KINDS = [(4, Nothing), (2, Hold), (2, Rollback), (2, Drain)]
 
 
-def draw(run):
-    kinds = [Nothing, Hold, Rollback, Drain]
-    return run.rng.choices(kinds, [4, 2, 2, 2])[0](run)
+def usable(keeps_holds, named=None):
+    """What can be drawn beside a fault: after one that loses holds, nothing is asked for."""
+    kinds = KINDS if keeps_holds else KINDS[:1]
+    return [entry for entry in kinds if named in entry[1].name] if named else kinds
+
+
+def draw(run, kinds):
+    if not kinds:
+        return Nothing(run)
+    return run.rng.choices([kind for _, kind in kinds], [weight for weight, _ in kinds])[0](run)
