@@ -98,7 +98,13 @@ TEST_P(RootedTest, LinksAreNotFollowed) {
     auto file = root_->OpenFile(bad, O_RDONLY);
     EXPECT_EQ(ReasonOf(file.status()), "CHECKPOINT_PATH_INVALID") << bad;
   }
-  EXPECT_FALSE(root_->MakeDirectory("out/new", true).ok());
+  for (const char* bad : {"out", "in"}) {
+    EXPECT_EQ(ReasonOf(root_->OpenDirectory(bad).status()),
+              "CHECKPOINT_PATH_INVALID")
+        << bad;
+  }
+  EXPECT_EQ(ReasonOf(root_->MakeDirectory("out/new", true)),
+            "CHECKPOINT_PATH_INVALID");
   EXPECT_FALSE(root_->WriteNewFile("out/new", "1").ok());
   EXPECT_FALSE(fs::exists(path("outside/new")));
   // What is removed is the link.

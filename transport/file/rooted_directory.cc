@@ -163,9 +163,10 @@ absl::StatusOr<std::shared_ptr<const RootedDirectory>> RootedDirectory::Open(
 absl::StatusOr<UniqueFd> RootedDirectory::OpenChecked(const std::string& path,
                                                       int flags,
                                                       mode_t mode) const {
-  flags |= O_CLOEXEC | O_NOFOLLOW;
+  flags |= O_CLOEXEC;
   const std::string name = path.empty() ? "." : path;
   if (openat2_) {
+    // Without O_NOFOLLOW, under which a link to a directory is called none.
     UniqueFd fd(Openat2(fd_.get(), name.c_str(), flags, mode));
     if (!fd.valid()) return FileError("open", path, errno);
     return fd;
@@ -175,9 +176,10 @@ absl::StatusOr<UniqueFd> RootedDirectory::OpenChecked(const std::string& path,
   const std::vector<std::string> parts = absl::StrSplit(name, '/');
   for (size_t i = 0; i < parts.size(); ++i) {
     const bool last = i + 1 == parts.size();
-    UniqueFd next(openat(
-        at.get(), parts[i].c_str(),
-        last ? flags : O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, mode));
+    UniqueFd next(openat(at.get(), parts[i].c_str(),
+                         last ? flags | O_NOFOLLOW
+                              : O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC,
+                         mode));
     if (!next.valid()) {
       const int error = errno;
       // O_DIRECTORY calls a link no directory.

@@ -45,7 +45,7 @@ class RootedDirectory {
 
   // All of these check the path; errors of FileError.
 
-  // `flags` and `mode` as of open(2); O_CLOEXEC and O_NOFOLLOW are added.
+  // `flags` and `mode` as of open(2); O_CLOEXEC is added.
   absl::StatusOr<UniqueFd> OpenFile(const std::string& path, int flags,
                                     mode_t mode = 0) const;
   absl::StatusOr<UniqueFd> OpenDirectory(const std::string& path) const;
