@@ -328,6 +328,11 @@ TEST(DiskTest, TheCheckpointIsSeenWrittenAndRead) {
   // Begun before it can be seen, complete before it is read.
   EXPECT_LT(First(c, "write_checkpoint"), First(c, "prepare_update"));
   EXPECT_LT(Last(c, "prepare_update"), Last(c, "write_checkpoint"));
+  for (const char* node : {"n0", "n1", "n2"}) {
+    // A manifest of what is not prepared yet would be lost.
+    EXPECT_LT(First(c, absl::StrCat("send:", node, ":prepare_update")),
+              First(c, absl::StrCat("send:", node, ":update_manifest")));
+  }
   EXPECT_LT(First(c, "complete_checkpoint"), First(c, "move_update"));
   EXPECT_LT(First(c, "move_update"), First(c, "pause_replica"));
   for (const auto& entry : c.commands) {

@@ -414,6 +414,7 @@ class CoordinatorCore {
   void MakeUpdateFlows(ModelRun* model, UpdateRun* update);
   void SendPrepare(ModelRun* model, UpdateRun* update, int node);
   void SendMove(ModelRun* model, UpdateRun* update, int node);
+  void SendManifest(const UpdateRun& update, int node);
   void BeginStream(ModelRun* model, UpdateRun* update);
   // LATEST: `update` is complete behind an older one.
   void Supersede(ModelRun* model, const UpdateRun& update);

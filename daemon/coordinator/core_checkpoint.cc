@@ -285,7 +285,10 @@ void CoordinatorCore::PostCheckpoint(const std::string& id,
   if (update == nullptr) return;
   const std::set<int> waiting = std::move(update->disk_preparing);
   update->disk_preparing.clear();
-  for (const int node : waiting) SendDiskPrepare(model, update, node);
+  for (const int node : waiting) {
+    SendDiskPrepare(model, update, node);
+    if (update->machine.all_copied) SendManifest(*update, node);
+  }
 }
 
 void CoordinatorCore::EndCheckpoint(CheckpointRun* run) {

@@ -323,17 +323,9 @@ void CoordinatorCore::Carry(ModelRun* model, UpdateRun* update,
         release->set_update_id(run.update_id);
         break;
       }
-      case UpdateAction::kManifest: {
-        v1::UpdateManifest* manifest =
-            SendTo(run.machine.nodes[action.node].name)
-                ->mutable_update_manifest();
-        manifest->set_model(model->name);
-        manifest->set_update_id(run.update_id);
-        for (const v1::BucketDigest& bucket : run.manifest) {
-          *manifest->add_buckets() = bucket;
-        }
+      case UpdateAction::kManifest:
+        SendManifest(run, action.node);
         break;
-      }
       case UpdateAction::kHold: {
         ReplicaRun* replica = replica_of(action.replica);
         if (replica == nullptr) break;
@@ -489,6 +481,18 @@ void CoordinatorCore::SendPrepare(ModelRun* model, UpdateRun* update,
         std::any_of(flow.members().begin(), flow.members().end(),
                     [&](const v1::FlowMember& m) { return m.node() == name; });
     if (member) *prepare->add_flows() = flow;
+  }
+}
+
+void CoordinatorCore::SendManifest(const UpdateRun& run, int index) {
+  // Its PrepareUpdate waits for the checkpoint, and this comes after it.
+  if (run.disk_preparing.count(index) != 0) return;
+  v1::UpdateManifest* manifest =
+      SendTo(run.machine.nodes[index].name)->mutable_update_manifest();
+  manifest->set_model(run.model);
+  manifest->set_update_id(run.update_id);
+  for (const v1::BucketDigest& bucket : run.manifest) {
+    *manifest->add_buckets() = bucket;
   }
 }
 
