@@ -313,6 +313,23 @@ class Ctl {
     return absl::OkStatus();
   }
 
+  absl::Status GetCluster(v1::Cluster* cluster) {
+    return Call("GetCluster", [&](grpc::ClientContext* context) {
+      return stub_->GetCluster(context, v1::GetClusterRequest(), cluster);
+    });
+  }
+
+  // Prints a list. One that is empty because the coordinator has lost its
+  // journal, and knows of nothing, says so instead.
+  int PrintList(const google::protobuf::Message& list, int size,
+                const std::function<std::string()>& text) {
+    v1::Cluster cluster;
+    if (size == 0 && GetCluster(&cluster).ok() && cluster.has_blocked()) {
+      return Fail(FromFailure(cluster.blocked()));
+    }
+    return Print(list, text);
+  }
+
   absl::Status ListNodes(v1::ListNodesResponse* response) {
     return ListAll("ListNodes", v1::ListNodesRequest(), response,
                    [this](auto* c, const auto& q, auto* r) {
@@ -392,9 +409,7 @@ int Ctl::Status() {
   v1::ListNodesResponse nodes;
   v1::ListModelsResponse models;
   v1::ListReplicasResponse replicas;
-  absl::Status status = Call("GetCluster", [&](grpc::ClientContext* context) {
-    return stub_->GetCluster(context, v1::GetClusterRequest(), &cluster);
-  });
+  absl::Status status = GetCluster(&cluster);
   if (status.ok()) status = ListNodes(&nodes);
   if (status.ok()) status = ListModels(&models);
   if (status.ok()) status = ListReplicas("models/-", &replicas);
@@ -532,8 +547,13 @@ int Ctl::Watch() {
                             "had ended."));
   }
   if (absl::IsDeadlineExceeded(status) && arguments_.timeout.has_value()) {
-    // Asked for; the newest version is followed until then.
-    if (latest) return kExitOk;
+    // Asked for; the newest version is followed until then. But silence may be
+    // that of a coordinator which does not answer.
+    if (latest) {
+      v1::Cluster cluster;
+      const absl::Status alive = GetCluster(&cluster);
+      return alive.ok() ? kExitOk : Fail(alive);
+    }
     return Fail(ErrorStatus(
         absl::StatusCode::kDeadlineExceeded, "WATCH_TIMEOUT",
         absl::StrCat(*name, " goes on after ",
@@ -547,7 +567,7 @@ int Ctl::Models() {
     v1::ListModelsResponse response;
     const absl::Status status = ListModels(&response);
     if (!status.ok()) return Fail(status);
-    return Print(response,
+    return PrintList(response, response.models_size(),
                  [&] { return RenderModels(ToVector(response.models())); });
   }
   if (arguments_.positional.size() > 1) return Usage("models takes one MODEL");
@@ -579,7 +599,7 @@ int Ctl::Versions() {
     v1::ListVersionsResponse response;
     const absl::Status status = ListVersions(name.model, &response);
     if (!status.ok()) return Fail(status);
-    return Print(response, [&] {
+    return PrintList(response, response.versions_size(), [&] {
       return RenderVersions(ToVector(response.versions()), absl::Now());
     });
   }
@@ -609,7 +629,7 @@ int Ctl::Replicas() {
     v1::ListReplicasResponse response;
     const absl::Status status = ListReplicas(name.model, &response);
     if (!status.ok()) return Fail(status);
-    return Print(response,
+    return PrintList(response, response.replicas_size(),
                  [&] { return RenderReplicas(ToVector(response.replicas())); });
   }
   v1::GetReplicaRequest request;
@@ -628,7 +648,7 @@ int Ctl::Nodes() {
     v1::ListNodesResponse response;
     const absl::Status status = ListNodes(&response);
     if (!status.ok()) return Fail(status);
-    return Print(response, [&] {
+    return PrintList(response, response.nodes_size(), [&] {
       return RenderNodes(ToVector(response.nodes()), absl::Now());
     });
   }

@@ -507,6 +507,7 @@ class CoordinatorCore {
   // Each answers, or leaves `wait` to be answered by CheckWaits.
   void PauseByHand(AdminWait wait, const v1::PauseReplicaRequest& call);
   void ResumeByHand(AdminWait wait, const v1::ResumeReplicaRequest& call);
+  void ResetPatience(ModelRun* model);
   void Rollback(AdminWait wait, const v1::RollbackModelRequest& call);
   void Release(AdminWait wait, const v1::ReleaseModelRequest& call);
   void ReleaseHold(ModelRun* model);

@@ -156,6 +156,15 @@ void CoordinatorCore::ResumeByHand(AdminWait wait,
   waits_.push_back(std::move(wait));
 }
 
+// What was tried in vain is tried at once: an operator has changed something.
+void CoordinatorCore::ResetPatience(ModelRun* model) {
+  for (auto& entry : model->replicas) {
+    entry.second.given_up = 0;
+    entry.second.fetch_failures = 0;
+    entry.second.not_before = absl::InfinitePast();
+  }
+}
+
 // ---- Rollback ----
 
 void CoordinatorCore::Rollback(AdminWait wait,
@@ -227,11 +236,7 @@ void CoordinatorCore::Rollback(AdminWait wait,
       Pin(model, entry.first, model->held_update_id, true);
     }
   }
-  for (auto& entry : model->replicas) {
-    entry.second.given_up = 0;
-    entry.second.fetch_failures = 0;
-    entry.second.not_before = absl::InfinitePast();
-  }
+  ResetPatience(model);
   SettleAll(model);
   waits_.push_back(std::move(wait));
 }
@@ -255,10 +260,7 @@ void CoordinatorCore::ReleaseHold(ModelRun* model) {
   *hold->mutable_time() = ToProto(now_);
   model->held_update_id.clear();
   Unpin(model);
-  for (auto& entry : model->replicas) {
-    entry.second.given_up = 0;
-    entry.second.not_before = absl::InfinitePast();
-  }
+  ResetPatience(model);
   SettleAll(model);
 }
 
@@ -279,6 +281,27 @@ bool CoordinatorCore::RollbackIsLost(ModelRun* model, const AdminWait& wait) {
   return true;
 }
 
+namespace {
+
+// How far a replica has come on the way to an update, for people.
+std::string Standing(const ReplicaRun& replica, UpdateKey key) {
+  const ReplicaState& machine = replica.machine;
+  if (machine.InstalledEverywhere(key)) return "has it, and does not run yet";
+  if (replica.installing == key) {
+    if (machine.target == key) return "its workers install it";
+    const Holder hold{Holder::kInstall, key};
+    return machine.HeldBy(hold) && !machine.PausedForAll()
+               ? "its engine is asked to pause"
+               : "its nodes fetch it";
+  }
+  const v1::Failure& failure = replica.last_failure;
+  if (failure.reason().empty()) return "not begun";
+  return absl::StrCat("tried again, after ", failure.reason(), ": ",
+                      failure.message());
+}
+
+}  // namespace
+
 std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
   std::vector<std::string> names;
   const CommittedUpdate* wanted = model->Wanted();
@@ -294,7 +317,8 @@ std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
     const bool runs =
         machine.engine == EngineState::kRunning || !machine.holders.empty();
     if (!machine.InstalledEverywhere(key) || held_by_us || !runs) {
-      names.push_back(machine.name);
+      names.push_back(absl::StrCat(machine.name, " (",
+                                   Standing(entry.second, key), ")"));
     }
   }
   return names;
@@ -319,11 +343,7 @@ void CoordinatorCore::Drain(AdminWait wait, const v1::DrainNodeRequest& call) {
     }
     for (auto& model : models_) {
       // What was looked for in vain may be on this node.
-      for (auto& replica : model.second.replicas) {
-        if (!call.undo()) break;
-        replica.second.fetch_failures = 0;
-        replica.second.not_before = absl::InfinitePast();
-      }
+      if (call.undo()) ResetPatience(&model.second);
       SettleAll(&model.second);
     }
   }
@@ -544,6 +564,20 @@ void CoordinatorCore::CheckInstalled(const v1::RegisterWorker& worker) {
 
 // ---- Waiting ----
 
+namespace {
+
+// What an engine answered instead of doing what it was asked to.
+std::string SaidNo(const ReplicaState& machine) {
+  if (machine.fault.ok() || (machine.engine != EngineState::kDoubtful &&
+                             machine.engine != EngineState::kUnresumed)) {
+    return "";
+  }
+  return absl::StrCat(" (", machine.fault.reason, ": ", machine.fault.message,
+                      ")");
+}
+
+}  // namespace
+
 void CoordinatorCore::CheckWaits() {
   const auto done = [&](AdminWait* wait) {
     const bool late = now_ >= wait->deadline;
@@ -597,28 +631,29 @@ void CoordinatorCore::CheckWaits() {
         return true;
       }
       if (late) {
-        const bool said_no =
-            machine.engine == EngineState::kDoubtful && !machine.fault.ok();
-        Answer(
-            *wait,
-            Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
-                  absl::StrCat(
-                      name, " is held, but its engine has not said that it ",
-                      "paused",
-                      said_no ? absl::StrCat(" (", machine.fault.reason, ": ",
-                                             machine.fault.message, ")")
-                              : "",
-                      "; it is held until `weightsyncctl resume`")));
+        Answer(*wait,
+               Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
+                     absl::StrCat(name, " is held, but its engine has not ",
+                                  "said that it paused", SaidNo(machine),
+                                  "; it is held until `weightsyncctl "
+                                  "resume`")));
       }
       return late;
     }
     // A resume: it runs, or somebody else holds it.
     if (machine.engine == EngineState::kRunning || !machine.holders.empty() ||
-        !machine.Complete() || machine.fenced || late) {
+        !machine.Complete() || machine.fenced) {
       Answer(*wait, *Queries(*this).GetReplica(name));
       return true;
     }
-    return false;
+    if (late) {
+      Answer(*wait,
+             Error(StatusCode::kDeadlineExceeded, "RESUME_TIMEOUT",
+                   absl::StrCat(name, " is held no more, but its engine has ",
+                                "not said that it runs again", SaidNo(machine),
+                                "; look at its log")));
+    }
+    return late;
   };
   std::vector<AdminWait> waiting;
   waiting.swap(waits_);

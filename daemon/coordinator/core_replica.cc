@@ -170,8 +170,7 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
         absl::StrCat("worker ", worker, " of ", replica->machine.name, ": ",
                      event.fault.message);
   }
-  if (event.fault.reason == "BUCKET_UNKNOWN" ||
-      event.fault.reason == "UPDATE_UNKNOWN") {
+  if (report.not_held()) {
     // Its node has not got what we thought. Asking again would not help; the
     // bytes are fetched, and then it is asked again.
     const ReplicaEntry* entry =

@@ -554,6 +554,7 @@ void FakeCluster::Answer(const std::string& name,
       } else if (update == node.updates.end() || !update->second.whole) {
         applied->mutable_failure()->set_code(5);
         applied->mutable_failure()->set_reason("UPDATE_UNKNOWN");
+        applied->set_not_held(true);
       } else if (installed.update_id() != apply.update_id() ||
                  installed.state() != v1::InstalledState::STATE_INSTALLED) {
         if (!engine.paused) ++violations;

@@ -685,7 +685,9 @@ void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
     LOG(WARNING) << worker->Name() << " cannot apply update "
                  << command.update_id() << ": " << status;
     EndApply(worker);
-    ReportApplyFailure(command, status, &worker->registration.installed());
+    // What the store says NOT_FOUND to.
+    ReportApplyFailure(command, status, &worker->registration.installed(),
+                       absl::IsNotFound(located->status));
     return;
   }
   SendPlan(id, *located->plan);
@@ -776,7 +778,8 @@ void ReplicaSessions::EndApply(Worker* worker) {
 
 void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command,
                                          const absl::Status& why,
-                                         const v1::InstalledState* installed) {
+                                         const v1::InstalledState* installed,
+                                         bool not_held) {
   v1::NodeReport report;
   v1::WorkerAppliedReport* up = report.mutable_worker_applied();
   up->set_model(command.model());
@@ -786,6 +789,7 @@ void ReplicaSessions::ReportApplyFailure(const v1::ApplyWorker& command,
   up->set_update_id(command.update_id());
   up->set_command_id(command.command_id());
   *up->mutable_failure() = ToFailure(why);
+  up->set_not_held(not_held);
   if (installed != nullptr) *up->mutable_installed() = *installed;
   node_.link->Report(std::move(report));
 }

@@ -175,7 +175,8 @@ class ReplicaSessions : private WorkerStreams::Host {
   void EndApply(Worker* worker);
   void ReportApplyFailure(const v1::ApplyWorker& command,
                           const absl::Status& why,
-                          const v1::InstalledState* installed);
+                          const v1::InstalledState* installed,
+                          bool not_held = false);
 
   const NodeContext& node_;
   // Not OK: nobody new is let in.
