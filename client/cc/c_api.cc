@@ -172,6 +172,8 @@ v1::UpdateOptions ToUpdate(const weightsync_publish_options& options) {
       static_cast<v1::TransferPolicy>(options.transfer_policy));
   update.set_delivery_policy(
       static_cast<v1::DeliveryPolicy>(options.delivery_policy));
+  update.set_transfer_medium(
+      static_cast<v1::TransferMedium>(options.transfer_medium));
   if (options.rolling_max_unavailable != 0) {
     update.mutable_commit_policy()->mutable_rolling()->set_max_unavailable(
         options.rolling_max_unavailable);

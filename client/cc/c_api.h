@@ -166,6 +166,8 @@ typedef struct weightsync_publish_options {
   int32_t on_straggler;
   int32_t allow_no_recovery;
   int32_t verify_source;
+  /* Of TransferMedium. */
+  int32_t transfer_medium;
 } weightsync_publish_options;
 
 typedef struct weightsync_published {

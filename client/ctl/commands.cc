@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -12,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -36,14 +39,28 @@ namespace {
 
 constexpr absl::Duration kDefaultTimeout = absl::Seconds(10);
 constexpr absl::Duration kOperationTimeout = absl::Minutes(2);
+// What moves a model to or from a disk.
+constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
+
+// Options with a value, and whose they are.
+constexpr struct {
+  const char* name;
+  const char* command;
+} kCommandOptions[] = {
+    {"--mode", "pause"},           {"--template", "save"},
+    {"--max_shard_bytes", "save"}, {"--version", "load"},
+    {"--pause_mode", "load"},
+};
 
 struct Arguments {
   std::string command;
   std::vector<std::string> positional;
   std::string address;
   absl::optional<absl::Duration> timeout;
-  std::string mode;
+  // By kCommandOptions.
+  std::map<std::string, std::string> values;
   bool undo = false;
+  bool overwrite = false;
   bool json = false;
   bool help = false;
   // Those of `plan`.
@@ -76,6 +93,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       parsed.undo = true;
       continue;
     }
+    if (name == "--overwrite") {
+      parsed.overwrite = true;
+      continue;
+    }
     if (name == "--help" || name == "-h") {
       parsed.help = true;
       continue;
@@ -88,8 +109,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
     }
     const bool of_plan =
         absl::StartsWith(name, "--") && IsPlanOption(name.substr(2));
-    if (name != "--address" && name != "--timeout" && name != "--mode" &&
-        !of_plan) {
+    const bool of_command = std::any_of(
+        std::begin(kCommandOptions), std::end(kCommandOptions),
+        [&name](const auto& option) { return name == option.name; });
+    if (name != "--address" && name != "--timeout" && !of_command && !of_plan) {
       return usage(absl::StrCat("unknown option ", name));
     }
     if (equals == std::string::npos) {
@@ -106,8 +129,8 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       parsed.address = value;
       continue;
     }
-    if (name == "--mode") {
-      parsed.mode = value;
+    if (of_command) {
+      parsed.values[name] = value;
       continue;
     }
     absl::Duration timeout;
@@ -122,8 +145,15 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
   if (parsed.undo && parsed.command != "drain") {
     return usage("--undo is an option of drain only");
   }
-  if (!parsed.mode.empty() && parsed.command != "pause") {
-    return usage("--mode is an option of pause only");
+  if (parsed.overwrite && parsed.command != "save") {
+    return usage("--overwrite is an option of save only");
+  }
+  for (const auto& option : kCommandOptions) {
+    if (parsed.values.count(option.name) != 0 &&
+        parsed.command != option.command) {
+      return usage(absl::StrCat(option.name, " is an option of ",
+                                option.command, " only"));
+    }
   }
   if (!parsed.options.empty() && parsed.command != "plan") {
     return usage(absl::StrCat("--", parsed.options[0].first,
@@ -207,14 +237,17 @@ class Ctl {
   int Delete();
   int Adopt();
   int Plan();
+  int Save();
+  int Load();
 
  private:
   // Of a registered model: its daemon makes the plan.
   absl::StatusOr<v1::PlanResponse> AskPlan(const PlanOrder& order);
 
   absl::Duration timeout() const {
-    return arguments_.timeout.value_or(waits_ ? kOperationTimeout
-                                              : kDefaultTimeout);
+    return arguments_.timeout.value_or(disk_    ? kDiskTimeout
+                                       : waits_ ? kOperationTimeout
+                                                : kDefaultTimeout);
   }
   // What an operator asks for takes its time; the daemon's own answer, which
   // names who is missing, comes before the call's deadline.
@@ -328,6 +361,32 @@ class Ctl {
                    });
   }
 
+  // "" where it was not given.
+  std::string Value(const std::string& option) const {
+    auto it = arguments_.values.find(option);
+    return it == arguments_.values.end() ? std::string() : it->second;
+  }
+  absl::StatusOr<v1::PauseMode> PauseModeOf(const std::string& option) const {
+    const std::string value = Value(option);
+    v1::PauseMode mode = v1::PAUSE_MODE_UNSPECIFIED;
+    if (!value.empty() &&
+        !v1::PauseMode_Parse(
+            absl::StrCat("PAUSE_MODE_", absl::AsciiStrToUpper(value)), &mode)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(option, " ", value, " is none of abort, drain, keep"));
+    }
+    return mode;
+  }
+  absl::StatusOr<int64_t> NumberOf(const std::string& option) const {
+    const std::string value = Value(option);
+    int64_t number = 0;
+    if (!value.empty() && (!absl::SimpleAtoi(value, &number) || number < 1)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(option, " ", value, " is no positive number"));
+    }
+    return number;
+  }
+
   // The version that `watch` follows.
   absl::StatusOr<std::string> WatchedName();
 
@@ -341,6 +400,7 @@ class Ctl {
   const std::unique_ptr<v1::AdminService::Stub> stub_;
   const Screen& screen_;
   bool waits_ = false;
+  bool disk_ = false;
 };
 
 int Ctl::Status() {
@@ -655,16 +715,9 @@ int Ctl::Pause() {
   if (!name.has_value()) return kExitUsage;
   v1::PauseReplicaRequest request;
   request.set_name(*name);
-  if (!arguments_.mode.empty()) {
-    v1::PauseMode mode;
-    if (!v1::PauseMode_Parse(
-            absl::StrCat("PAUSE_MODE_", absl::AsciiStrToUpper(arguments_.mode)),
-            &mode)) {
-      return Usage(absl::StrCat("--mode ", arguments_.mode,
-                                " is none of abort, drain, keep"));
-    }
-    request.set_mode(mode);
-  }
+  const absl::StatusOr<v1::PauseMode> mode = PauseModeOf("--mode");
+  if (!mode.ok()) return UsageOf(mode.status());
+  request.set_mode(*mode);
   SayTimeout(&request);
   v1::Replica replica;
   const absl::Status status =
@@ -816,6 +869,69 @@ int Ctl::Delete() {
   return status.ok() ? Print(response, forgotten) : Fail(status);
 }
 
+int Ctl::Save() {
+  std::vector<std::string> names = arguments_.positional;
+  if (names.size() == 3) {
+    names = {absl::StrCat(names[0], "/", names[1]), names[2]};
+  }
+  if (names.size() != 2) return Usage("save needs a VERSION and a PATH");
+  const absl::StatusOr<Name> version = ParseName(names[0], "versions");
+  if (!version.ok()) return UsageOf(version.status());
+  const absl::StatusOr<int64_t> shard_bytes = NumberOf("--max_shard_bytes");
+  if (!shard_bytes.ok()) return UsageOf(shard_bytes.status());
+  v1::SaveVersionRequest request;
+  request.set_name(version->resource.empty()
+                       ? absl::StrCat(version->model, "/versions/latest")
+                       : version->resource);
+  request.set_path(names[1]);
+  request.set_template_path(Value("--template"));
+  request.set_max_shard_bytes(*shard_bytes);
+  request.set_overwrite(arguments_.overwrite);
+  disk_ = true;
+  SayTimeout(&request);
+  v1::SaveVersionResponse response;
+  const absl::Status status =
+      Call("SaveVersion", [&](grpc::ClientContext* context) {
+        return stub_->SaveVersion(context, request, &response);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(response, [&] {
+    return absl::StrCat(
+        "version ", response.version(), " is at ", response.path(), ": ",
+        response.tensor_count(), " tensors, ",
+        HumanBytes(response.written_bytes()), " in ", response.shard_count(),
+        response.shard_count() == 1 ? " file" : " files", ", written in ",
+        HumanDuration(client::FromProto(response.save_duration())), " by ",
+        absl::StrJoin(response.nodes(), ", "), "\n");
+  });
+}
+
+int Ctl::Load() {
+  if (arguments_.positional.size() != 2) {
+    return Usage("load needs a MODEL and a PATH");
+  }
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  const absl::StatusOr<int64_t> number = NumberOf("--version");
+  if (!number.ok()) return UsageOf(number.status());
+  const absl::StatusOr<v1::PauseMode> mode = PauseModeOf("--pause_mode");
+  if (!mode.ok()) return UsageOf(mode.status());
+  v1::LoadVersionRequest request;
+  request.set_name(*name);
+  request.set_path(arguments_.positional[1]);
+  request.set_version(*number);
+  request.mutable_options()->set_pause_mode(*mode);
+  disk_ = true;
+  SayTimeout(&request);
+  v1::Version version;
+  const absl::Status status =
+      Call("LoadVersion", [&](grpc::ClientContext* context) {
+        return stub_->LoadVersion(context, request, &version);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(version, [&] { return RenderVersion(version, absl::Now()); });
+}
+
 int Ctl::Adopt() {
   if (arguments_.positional.size() > 1) return Usage("adopt takes one CLUSTER");
   v1::AdoptClusterRequest request;
@@ -937,6 +1053,7 @@ int Run(const std::vector<std::string>& args,
       {"rollback", &Ctl::Rollback}, {"release", &Ctl::Release},
       {"verify", &Ctl::Verify},     {"drain", &Ctl::Drain},
       {"delete", &Ctl::Delete},     {"adopt", &Ctl::Adopt},
+      {"save", &Ctl::Save},         {"load", &Ctl::Load},
   };
   for (const auto& command : kCommands) {
     if (arguments.command != command.name) continue;

@@ -88,6 +88,31 @@ Installs the newest committed version and follows new ones again.
 Has every worker digest its live memory. Exit code 1 when something differs;
 the tensors are named.
 )"},
+    {"save", "write a version as a checkpoint",
+     R"(weightsyncctl save VERSION PATH [--template DIR] [--max_shard_bytes N]
+                   [--overwrite] [--json]
+weightsyncctl save MODEL N PATH [...]
+
+Writes a committed version as Hugging Face safetensors to directory PATH below
+the daemons' --checkpoint_root: shards, model.safetensors.index.json, then what
+--template (a directory below it, too) has beside weights. Complete, or not
+there at all.
+
+  --template DIR        whose config and tokenizer files are copied
+  --max_shard_bytes N   of one file (default 5000000000)
+  --overwrite           put in place of a checkpoint that is there, at once
+)"},
+    {"load", "publish the weights of a checkpoint",
+     R"(weightsyncctl load MODEL PATH [--version N] [--pause_mode abort|drain|keep]
+                   [--json]
+
+Reads the safetensors at PATH (a directory or a file below --checkpoint_root)
+into the nodes of MODEL's workers and installs them as a new version; returns
+when it is served. Needs no trainer.
+
+  --version N       above every one before (default: the next)
+  --pause_mode M    what engines do with their requests (default drain)
+)"},
     {"drain", "take a node out",
      R"(weightsyncctl drain NODE [--undo] [--json]
 
@@ -167,7 +192,8 @@ usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
                      this machine (/run/weightsync/weightsyncd.sock, else
                      127.0.0.1:7670).
   --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; pause,
-                     resume, rollback, release and verify: 2m; watch: never.
+                     resume, rollback, release and verify: 2m; save and load:
+                     10m; watch: never.
   --json             protobuf JSON, for programs; errors are one object on
                      stderr: {"code", "reason", "message"}
 

@@ -188,6 +188,7 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
     }
   }
   DrainQueue();
+  TickCheckpoints();
   UpdateEvent tick;
   ReplicaEvent replica_tick;
   for (auto& entry : models_) {
@@ -201,6 +202,7 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
     TryOpen(&model);
     TickPrepare(&model);
     TickFetch(&model);
+    TickLoads(&model);
     for (auto& replica : model.replicas) {
       if (replica.second.not_before == absl::InfinitePast() ||
           now < replica.second.not_before) {
@@ -270,7 +272,7 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     case v1::NodeReport::kPublishArrived:
       return PublishArrived(node, correlation, report.publish_arrived());
     case v1::NodeReport::kRankSnapshotted:
-      return RankSnapshotted(report.rank_snapshotted());
+      return RankSnapshotted(node->name, report.rank_snapshotted());
     case v1::NodeReport::kUpdatePrepared:
       return UpdatePrepared(node->name, report.update_prepared());
     case v1::NodeReport::kUpdateProgress:
@@ -289,6 +291,10 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     }
     case v1::NodeReport::kWorkerDigests:
       return WorkerDigests(report.worker_digests());
+    case v1::NodeReport::kCheckpointWritten:
+      return CheckpointWritten(report.checkpoint_written());
+    case v1::NodeReport::kCheckpointRead:
+      return CheckpointRead(node->name, report.checkpoint_read());
     case v1::NodeReport::kHello:
     case v1::NodeReport::REPORT_NOT_SET:
       // Of a later release.
@@ -518,6 +524,7 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
       Step(&replica.second, ReplicaEvent());
     }
   }
+  SayCheckpointsAgain(node->name);
   UpdateEvent back;
   back.kind = UpdateEvent::kNodeBack;
   PostNode(node->name, back);
@@ -537,6 +544,7 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
   node->held.clear();
   node->fetched.clear();
   LOG(WARNING) << fault.message;
+  LoseCheckpoints(node->name, fault);
   UpdateEvent lost;
   lost.kind = UpdateEvent::kNodeLost;
   lost.fault = fault;

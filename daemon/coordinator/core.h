@@ -9,6 +9,9 @@
 //                    rollback; fetching it to a node that lacks it
 //   core_admin.cc    what operators ask for: pause, rollback, drain, adopt, …
 //   core_verify.cc   VerifyReplica
+//   core_checkpoint.cc  checkpoints that nodes write: SaveVersion, updates by
+//                    way of disk
+//   core_load.cc     LoadVersion
 //   core_prepare.cc  AdminService.Prepare
 //   core_plan.cc     plans of updates, and what ended ones teach about rates
 //   core_recovery.cc what a new term makes of the journal
@@ -33,6 +36,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "daemon/coordinator/actions.h"
+#include "daemon/coordinator/checkpoint_machine.h"
 #include "daemon/coordinator/convert.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/known_layout.h"
@@ -130,6 +134,55 @@ struct UpdateRun {
   std::string group_secret;
   int64_t publish_index = 0;
   bool recovered = false;
+  // By way of disk: key into checkpoints_; empty: not begun, or of a load.
+  std::string checkpoint;
+  // Nodes that wait for it to be begun, and to be complete.
+  std::set<int> disk_preparing;
+  std::set<int> disk_moving;
+};
+
+// A checkpoint that nodes write, for SaveVersion or for an update.
+struct CheckpointRun {
+  std::string id;
+  std::string model;
+  // What is written.
+  std::string update_id;
+  int64_t version = 0;
+  std::shared_ptr<const KnownLayout> layout;
+  std::string path;
+  std::string temporary;
+  std::string marker;
+  std::string template_path;
+  bool overwrite = false;
+  int64_t max_shard_bytes = 0;
+  struct Writer {
+    std::string node;
+    std::vector<int32_t> buckets;
+    // Of the last command; empty: it is answered.
+    std::string command_id;
+    v1::NodeCommand command;
+  };
+  std::vector<Writer> writers;
+  CheckpointState machine;
+  absl::Time begin;
+  int64_t written_bytes = 0;
+  int shard_count = 0;
+  // The update that comes by it. Else it is a SaveVersion's.
+  bool of_update = false;
+};
+
+// A LoadVersion that is not an update yet.
+struct LoadRun {
+  std::string id;
+  v1::LoadVersionRequest call;
+  v1::UpdateOptions options;
+  std::string path;
+  // Who reads the headers; what they say, when it has.
+  std::string node;
+  bool read = false;
+  std::vector<v1::Parameter> parameters;
+  absl::Time begin;
+  absl::Time deadline;
 };
 
 struct ReplicaRun {
@@ -185,6 +238,9 @@ struct AdminWait {
   // VerifyReplica: who has answered.
   std::string command_id;
   std::map<int, v1::WorkerDigests> digests;
+  // SaveVersion: key into checkpoints_. LoadVersion: LoadRun::id, until it is
+  // `update`.
+  std::string job;
 };
 
 // A Prepare that nodes have yet to answer.
@@ -216,6 +272,8 @@ struct ModelRun {
   int64_t epoch = 0;
   std::map<std::string, ReplicaRun> replicas;
   std::unique_ptr<PrepareJob> prepare;
+  // In the order in which they came.
+  std::vector<std::unique_ptr<LoadRun>> loads;
   // The layout made last, and from what.
   std::string layout_input;
   std::shared_ptr<const KnownLayout> layout;
@@ -232,6 +290,10 @@ struct ModelRun {
 
 // What the machine has to know of the options.
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config);
+// With the defaults said; `medium`: the coordinator's.
+v1::UpdateOptions ResolveOptions(const v1::UpdateOptions& options,
+                                 v1::TransferMedium medium);
+Fault CheckOptions(const v1::UpdateOptions& options, v1::TransferMedium medium);
 
 class CoordinatorCore {
  public:
@@ -321,6 +383,15 @@ class CoordinatorCore {
                   const std::string& stream, int64_t correlation);
   void Disagree(ModelRun* model, const PublishBook::Decision& decision);
   void TryOpen(ModelRun* model);
+  // Of a version that is opened: all but its ranks and replicas.
+  std::unique_ptr<UpdateRun> NewRun(ModelRun* model,
+                                    const std::string& update_id,
+                                    std::shared_ptr<const KnownLayout> layout,
+                                    const v1::UpdateOptions& options,
+                                    int64_t version, int64_t step,
+                                    absl::Time begin);
+  void AddReplicas(const std::set<std::string>& replicas, ModelRun* model,
+                   UpdateRun* update);
   // Whether what the ranks ask for can be had now: NO_RECOVERY_SOURCE,
   // ATOMIC_SWAP_REQUIRED.
   Fault CheckPossible(ModelRun* model, const v1::UpdateOptions& options,
@@ -343,13 +414,15 @@ class CoordinatorCore {
   void MakeUpdateFlows(ModelRun* model, UpdateRun* update);
   void SendPrepare(ModelRun* model, UpdateRun* update, int node);
   void SendMove(ModelRun* model, UpdateRun* update, int node);
+  void SendManifest(const UpdateRun& update, int node);
   void BeginStream(ModelRun* model, UpdateRun* update);
   // LATEST: `update` is complete behind an older one.
   void Supersede(ModelRun* model, const UpdateRun& update);
   void Commit(ModelRun* model, UpdateRun* update);
   void RankMayChange(UpdateRun* update, int32_t rank);
   void Finish(ModelRun* model, UpdateRun* update);
-  void RankSnapshotted(const v1::RankSnapshotted& report);
+  void RankSnapshotted(const std::string& node,
+                       const v1::RankSnapshotted& report);
   void UpdateProgress(const std::string& node,
                       const v1::UpdateProgress& report);
   void UpdatePrepared(const std::string& node,
@@ -460,6 +533,47 @@ class CoordinatorCore {
   // Who is not where a rollback or release wants all; empty: nobody.
   std::vector<std::string> NotThere(ModelRun* model);
 
+  // ---- core_checkpoint.cc ----
+  void Save(AdminWait wait, const v1::SaveVersionRequest& call);
+  // Who holds which of the update's buckets; empty, with the fault, when nobody
+  // that can be reached has one of them.
+  std::vector<CheckpointRun::Writer> WritersOf(const CommittedUpdate& update,
+                                               Fault* fault);
+  void BeginCheckpoint(std::unique_ptr<CheckpointRun> run);
+  void PostCheckpoint(const std::string& id, CheckpointEvent event);
+  // Gives `writer` a command about it, to be said again until it is answered.
+  void Command(CheckpointRun* run, int writer, v1::NodeCommand command);
+  void GiveUpCheckpoint(CheckpointRun* run, int writer);
+  void FillWrite(const CheckpointRun& run, v1::WriteCheckpoint* write);
+  void FillComplete(const CheckpointRun& run, v1::CompleteCheckpoint* complete);
+  void EndCheckpoint(CheckpointRun* run);
+  void CheckpointWritten(const v1::CheckpointWritten& report);
+  void TickCheckpoints();
+  // The node is back, or lost.
+  void SayCheckpointsAgain(const std::string& node);
+  void LoseCheckpoints(const std::string& node, const Fault& fault);
+  // An update by way of disk.
+  void GoByDisk(ModelRun* model, UpdateRun* update);
+  void SendDiskPrepare(ModelRun* model, UpdateRun* update, int node);
+  void SendDiskMove(ModelRun* model, UpdateRun* update, int node);
+  void NoteCopied(const UpdateRun& update);
+  void EndDisk(ModelRun* model, UpdateRun* update, bool active);
+
+  // ---- core_load.cc ----
+  void Load(AdminWait wait, const v1::LoadVersionRequest& call);
+  void CheckpointRead(const std::string& node,
+                      const v1::CheckpointRead& report);
+  void SendRead(const LoadRun& load);
+  // Opens the first load that waits, if it can be now.
+  void TryLoad(ModelRun* model);
+  void OpenLoad(ModelRun* model, const LoadRun& load);
+  void FailLoad(ModelRun* model, const std::string& id, const Fault& fault);
+  void TickLoads(ModelRun* model);
+  void LoadDigests(const std::string& node, UpdateRun* update,
+                   const v1::RankSnapshotted& report);
+  // True when it was answered.
+  bool FinishLoad(AdminWait* wait);
+
   // ---- core_verify.cc ----
   void Verify(AdminWait wait, const v1::VerifyReplicaRequest& call);
   void WorkerDigests(const v1::WorkerDigests& report);
@@ -540,6 +654,7 @@ class CoordinatorCore {
   std::map<std::string, UpdateKey> keys_;
   UpdateKey next_key_ = 1;
   std::vector<AdminWait> waits_;
+  std::map<std::string, std::unique_ptr<CheckpointRun>> checkpoints_;
   // (from, to) that a fetch failed over: other holders are tried first.
   std::set<std::pair<std::string, std::string>> failed_edges_;
   int64_t next_verify_ = 1;

@@ -65,6 +65,8 @@ Actions CoordinatorCore::OnAdminRequest(absl::Time now, int64_t request,
       core->DeleteReplica(wait, c);
     }
     void operator()(const v1::AdoptClusterRequest& c) { core->Adopt(wait, c); }
+    void operator()(const v1::SaveVersionRequest& c) { core->Save(wait, c); }
+    void operator()(const v1::LoadVersionRequest& c) { core->Load(wait, c); }
   };
   // Nothing is decided on a journal that knows too little.
   if (!lost_evidence_.empty() &&
@@ -581,6 +583,13 @@ void CoordinatorCore::CheckWaits() {
     const bool late = now_ >= wait->deadline;
     if (absl::holds_alternative<v1::VerifyReplicaRequest>(wait->call)) {
       return FinishVerify(wait);
+    }
+    if (absl::holds_alternative<v1::LoadVersionRequest>(wait->call)) {
+      return FinishLoad(wait);
+    }
+    // Answered when its checkpoint has ended.
+    if (absl::holds_alternative<v1::SaveVersionRequest>(wait->call)) {
+      return checkpoints_.count(wait->job) == 0;
     }
     ModelRun* model = Model(wait->model);
     if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) ||

@@ -369,6 +369,7 @@ void FakeCluster::Answer(const std::string& name,
       update.moving = false;
       update.stream = prepare.update_mode() == v1::UPDATE_MODE_STREAM;
       update.fetch = prepare.fetch();
+      update.load = prepare.load();
       if (prepare.fetch()) {
         update.manifest = false;
         for (const v1::Flow& flow : prepare.flows()) {
@@ -405,6 +406,18 @@ void FakeCluster::Answer(const std::string& name,
           installed.set_state(v1::InstalledState::STATE_WRITING);
           installed.set_update_id(id);
         }
+        if (update.load) {
+          v1::RankSnapshotted* read = report.mutable_rank_snapshotted();
+          read->set_model(kModel);
+          read->set_update_id(id);
+          read->set_rank(-1);
+          *read->add_buckets()->mutable_digest() =
+              PartDigest(absl::StrCat(command.move_update().checkpoint().path(),
+                                      damaged_reader == name ? "x" : ""),
+                         0);
+          Report(name, report);
+          report.Clear();
+        }
       } else {
         update.digests = command.update_manifest();
       }
@@ -419,6 +432,30 @@ void FakeCluster::Answer(const std::string& name,
       verified->set_model(kModel);
       verified->set_update_id(id);
       *verified->mutable_epoch() = update.epoch;
+      Report(name, report);
+      return;
+    }
+    case v1::NodeCommand::kWriteCheckpoint: {
+      const v1::WriteCheckpoint& write = command.write_checkpoint();
+      v1::CheckpointWritten* written = report.mutable_checkpoint_written();
+      written->set_command_id(write.command_id());
+      if (write.step() == v1::WriteCheckpoint::STEP_WRITE) {
+        written->set_written_bytes(64 * write.buckets_size());
+      }
+      Report(name, report);
+      return;
+    }
+    case v1::NodeCommand::kCompleteCheckpoint: {
+      v1::CheckpointWritten* written = report.mutable_checkpoint_written();
+      written->set_command_id(command.complete_checkpoint().command_id());
+      written->set_shard_count(1);
+      Report(name, report);
+      return;
+    }
+    case v1::NodeCommand::kReadCheckpoint: {
+      v1::CheckpointRead* read = report.mutable_checkpoint_read();
+      read->set_command_id(command.read_checkpoint().command_id());
+      *read->add_parameters() = TheParameter(2);
       Report(name, report);
       return;
     }

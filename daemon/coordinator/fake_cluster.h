@@ -120,6 +120,8 @@ class FakeCluster {
       intercept;
   // Between a node's hello and what it names.
   std::function<void(const std::string& node)> after_hello;
+  // Reads other bytes of a checkpoint than the others; empty: none.
+  std::string damaged_reader;
   // Every report is delivered twice.
   bool twice = false;
   // Commands that are lost with the process: dies when one begins with this.
@@ -146,6 +148,7 @@ class FakeCluster {
       bool whole = false;
       bool stream = false;
       bool fetch = false;
+      bool load = false;
       std::vector<v1::StreamWorker> stream_workers;
       v1::UpdateManifest digests;
     };

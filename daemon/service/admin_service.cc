@@ -427,6 +427,23 @@ grpc::ServerUnaryReactor* AdminServiceImpl::AdoptCluster(
       WEIGHTSYNC_METHOD(AdoptCluster, v1::AdoptClusterRequest, v1::Cluster));
 }
 
+grpc::ServerUnaryReactor* AdminServiceImpl::SaveVersion(
+    grpc::CallbackServerContext* context, const v1::SaveVersionRequest* request,
+    v1::SaveVersionResponse* response) {
+  return Change(context, request, response,
+                Wish(*request, deadlines_.operation),
+                WEIGHTSYNC_METHOD(SaveVersion, v1::SaveVersionRequest,
+                                  v1::SaveVersionResponse));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::LoadVersion(
+    grpc::CallbackServerContext* context, const v1::LoadVersionRequest* request,
+    v1::Version* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(LoadVersion, v1::LoadVersionRequest, v1::Version));
+}
+
 grpc::ServerWriteReactor<v1::Version>* AdminServiceImpl::WatchVersion(
     grpc::CallbackServerContext* context,
     const v1::WatchVersionRequest* request) {

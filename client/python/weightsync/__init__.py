@@ -17,6 +17,7 @@ from .enums import (
     PauseMode,
     PublishMode,
     State,
+    TransferMedium,
     TransferPolicy,
     UpdateMode,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Shard",
     "State",
     "Trainer",
+    "TransferMedium",
     "TransferPolicy",
     "UnavailableError",
     "UnimplementedError",

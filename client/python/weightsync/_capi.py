@@ -89,6 +89,7 @@ class PublishOptions(Sized):
         ("on_straggler", c_int32),
         ("allow_no_recovery", c_int32),
         ("verify_source", c_int32),
+        ("transfer_medium", c_int32),
     ]
 
 

@@ -17,6 +17,7 @@ from .enums import (
     PauseMode,
     PublishMode,
     State,
+    TransferMedium,
     TransferPolicy,
     UpdateMode,
     pick,
@@ -196,6 +197,9 @@ class Trainer:
         or a dict of names (of the engine) to types; or a function of the name.
       tied: "first": of names for one tensor only the first is moved; "keep": all of them, each by itself.
       bounce: copy CUDA tensors through host memory.
+      update: how versions travel, where publish() does not say it: "network", "disk" (by way of a checkpoint
+        below the daemons' --checkpoint_root), "network_or_disk" (disk when no group can be made). None: what
+        the coordinator's --update says.
       client: what the program calls itself, for people.
 
     Raises WeightsyncError: REGISTER_TIMEOUT when no daemon answers in `connect_timeout` seconds, RANK_TAKEN,
@@ -214,6 +218,7 @@ class Trainer:
         dtype: tensors.Cast = None,
         tied: str = "first",
         bounce: bool = False,
+        update: Union[TransferMedium, str, None] = None,
         client: str = "",
         connect_timeout: float = 20.0,
         reconnect: bool = True,
@@ -226,6 +231,8 @@ class Trainer:
         self._dtype = dtype
         self._tied = tied
         self._bounce = bounce
+        pick(TransferMedium, update)
+        self._update = update
         self._lock = threading.Lock()
         self._weights: Any = None
         self._rules: Sequence[name_rules.Rule] = ()
@@ -400,6 +407,7 @@ class Trainer:
         pause_mode: Union[PauseMode, str, None] = None,
         transfer_policy: Union[TransferPolicy, str, None] = None,
         delivery_policy: Union[DeliveryPolicy, str, None] = None,
+        update: Union[TransferMedium, str, None] = None,
         rolling: int = 0,
         on_straggler: Union[OnStraggler, str, None] = None,
         allow_no_recovery: bool = False,
@@ -416,6 +424,7 @@ class Trainer:
         step: the trainer's own label.
         update_mode, publish_mode, pause_mode, transfer_policy, delivery_policy: enumerations of this package
           or their names; None: STAGE, SNAPSHOT, DRAIN, AUTO, QUEUE.
+        update: "network", "disk" or "network_or_disk"; None: that of this object.
         rolling: above 0, so many replicas switch at a time; else all at once (LOCKSTEP), with `on_straggler`.
         Every rank gives the same ones.
 
@@ -436,6 +445,7 @@ class Trainer:
             on_straggler=pick(OnStraggler, on_straggler),
             allow_no_recovery=allow_no_recovery,
             verify_source=verify_source,
+            transfer_medium=pick(TransferMedium, self._update if update is None else update),
         )
         published = _capi.Published()
         with self._lock:
