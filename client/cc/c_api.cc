@@ -334,9 +334,14 @@ weightsync_error* weightsync_trainer_use_shared_memory(
   client::SharedMemory shared;
   shared.name = Text(given.name);
   if (given.name == nullptr) {
+    // By its name where it has one: the daemon can open that from another pid
+    // namespace, too.
     auto name = client::SharedMemoryName(given.fd);
-    if (!name.ok()) return Error(__func__, trainer->name, name.status());
-    shared.name = *std::move(name);
+    if (name.ok()) {
+      shared.name = *std::move(name);
+    } else {
+      shared.fd = given.fd;
+    }
   }
   shared.data = given.data;
   shared.size_bytes = given.size_bytes;

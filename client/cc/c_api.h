@@ -132,9 +132,10 @@ typedef struct weightsync_arena {
 
 typedef struct weightsync_shared_memory {
   size_t struct_size;
-  /* As given to shm_open. NULL: that of `fd`, if it has one. */
+  /* As given to shm_open. NULL: what `fd` is of. */
   const char* name;
-  /* Looked at when `name` is NULL; stays the caller's. */
+  /* Used when `name` is NULL: shared memory, a memfd, or an unlinked file. It
+   * stays the caller's, and may be closed. */
   int32_t fd;
   void* data;
   int64_t size_bytes;
@@ -222,7 +223,8 @@ weightsync_error* weightsync_trainer_allocate(weightsync_trainer* trainer,
                                               int64_t size_bytes,
                                               double timeout,
                                               weightsync_arena* arena);
-/* Memory that the caller owns. MEMORY_UNNAMED: a memfd or an unlinked file. */
+/* Memory that the caller owns. NOT_MEMORY: `fd` is of something else. What has
+ * no name stays alive until it is forgotten. */
 weightsync_error* weightsync_trainer_use_shared_memory(
     weightsync_trainer* trainer, const weightsync_shared_memory* memory);
 void weightsync_trainer_forget_shared_memory(weightsync_trainer* trainer,
