@@ -1,6 +1,9 @@
 // Everything a client can get wrong: a clear code and reason, nothing else
 // disturbed. Each test ends with a whole update on the same cluster.
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
