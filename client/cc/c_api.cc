@@ -503,6 +503,13 @@ weightsync_error* weightsync_worker_start(
       return answer.status;
     };
   }
+  if (given.on_remove != nullptr) {
+    made.on_remove = [user, call = given.on_remove] {
+      weightsync_answer answer;
+      call(user, &answer);
+      return answer.status;
+    };
+  }
   if (given.swap != nullptr) {
     made.swap = [user, call = given.swap](int set,
                                           const std::string& update_id) {
@@ -617,6 +624,7 @@ weightsync_error* weightsync_replica_start(
   made.partial = given.partial != 0;
   made.atomic_swap = given.atomic_swap != 0;
   made.paused = given.paused != 0;
+  made.removable = given.removable != 0;
   made.register_timeout = Seconds(given.register_timeout, 20);
   made.max_backoff = Seconds(given.max_backoff, 5);
   void* const user = given.user;
@@ -646,6 +654,7 @@ weightsync_error* weightsync_replica_start(
       resume.step = info.step;
       resume.weights_changed = info.weights_changed;
       resume.mode = info.mode;
+      resume.removed = info.removed;
       weightsync_answer answer;
       call(user, &resume, &answer);
       return answer.status;

@@ -307,6 +307,7 @@ typedef struct weightsync_worker_options {
   /* 0: 20 s, and 5 s. */
   double register_timeout;
   double max_backoff;
+  void (*on_remove)(void* user, weightsync_answer* answer);
 } weightsync_worker_options;
 
 /* `spare`: NULL, or a second set of `count` tensors (options->swap). */
@@ -352,6 +353,8 @@ typedef struct weightsync_resume {
   int32_t weights_changed;
   /* Of PauseMode. */
   int32_t mode;
+  /* The model was removed: go on without it. */
+  int32_t removed;
 } weightsync_resume;
 
 typedef struct weightsync_replica_options {
@@ -374,6 +377,8 @@ typedef struct weightsync_replica_options {
                     weightsync_answer* answer);
   double register_timeout;
   double max_backoff;
+  /* The engine can go on without the model. */
+  int32_t removable;
 } weightsync_replica_options;
 
 weightsync_error* weightsync_replica_start(

@@ -297,6 +297,9 @@ class Worker::Impl {
       case v1::WorkerCommand::kEndStream:
         EndStream(command.end_stream(), stream);
         break;
+      case v1::WorkerCommand::kRemoveWeights:
+        Remove(command.remove_weights(), stream);
+        break;
       case v1::WorkerCommand::kDigestTensors:
         DigestTensors(command.digest_tensors(), stream);
         break;
@@ -678,6 +681,38 @@ class Worker::Impl {
     answer->set_untouched(swaps());
     Answer(streamed->apply, status, streamed->copying, std::move(report),
            stream);
+  }
+
+  // ---- Removing ----
+
+  void Remove(const v1::RemoveWeights& command,
+              WorkerLease::StreamNumber stream) {
+    // What was streamed so far is a mix that nobody completes any more.
+    streaming_ = nullptr;
+    absl::Status status;
+    if (installed().state() != v1::InstalledState::STATE_NOTHING) {
+      if (options_.on_remove) {
+        // Neither there nor gone, until the engine has said so.
+        v1::InstalledState between = installed();
+        between.set_state(v1::InstalledState::STATE_WRITING);
+        SetInstalled(std::move(between));
+        status = options_.on_remove();
+      }
+      if (status.ok()) {
+        v1::InstalledState nothing;
+        nothing.set_state(v1::InstalledState::STATE_NOTHING);
+        SetInstalled(std::move(nothing));
+      }
+    }
+    v1::WorkerReport report;
+    v1::WorkerApplied* answer = report.mutable_applied();
+    answer->set_command_id(command.command_id());
+    if (!status.ok()) {
+      LOG(ERROR) << Name() << " could not drop its weights: " << status;
+      *answer->mutable_failure() = ToFailure(status);
+    }
+    *answer->mutable_installed() = installed();
+    lease_.Write(stream, std::move(report));
   }
 
   // ---- Verifying ----

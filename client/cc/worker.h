@@ -101,6 +101,12 @@ struct WorkerOptions {
   // Not of a worker that swaps.
   std::function<absl::Status(const std::string& update_id, int64_t version)>
       load;
+  // Called on the copying thread when the model was removed (an adapter that is
+  // not wanted any more): the engine drops what it made of the weights; the
+  // replica is paused. The tensors' memory stays, for the next publish writes
+  // there again. Not OK: what it holds is neither; it is asked again. May be
+  // empty.
+  std::function<absl::Status()> on_remove;
   // Called on the copying thread when the tensors are about to become a mix:
   // after the daemon was told, before the first byte.
   std::function<void(const std::string& update_id)> on_writing;

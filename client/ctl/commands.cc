@@ -710,6 +710,29 @@ int Ctl::Release() {
   });
 }
 
+int Ctl::Remove() {
+  if (arguments_.positional.size() != 1) return Usage("remove needs a MODEL");
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::RemoveModelRequest request;
+  request.set_name(*name);
+  SayTimeout(&request);
+  v1::Model model;
+  const absl::Status status =
+      Call("RemoveModel", [&](grpc::ClientContext* context) {
+        return stub_->RemoveModel(context, request, &model);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(model, [&] {
+    return model.removed()
+               ? absl::StrCat(model.name(),
+                              " is removed: no engine has it, until it is "
+                              "published again\n")
+               : absl::StrCat(model.name(), " was removed, and published again "
+                              "meanwhile: ", model.active_version(), "\n");
+  });
+}
+
 int Ctl::Verify() {
   const auto name = OneName("replicas", "verify needs a REPLICA");
   if (!name.has_value()) return kExitUsage;
@@ -916,7 +939,8 @@ int Run(const std::vector<std::string>& args,
       {"pause", &Ctl::Pause},       {"resume", &Ctl::Resume},
       {"rollback", &Ctl::Rollback}, {"release", &Ctl::Release},
       {"verify", &Ctl::Verify},     {"drain", &Ctl::Drain},
-      {"delete", &Ctl::Delete},     {"adopt", &Ctl::Adopt},
+      {"delete", &Ctl::Delete},     {"remove", &Ctl::Remove},
+      {"adopt", &Ctl::Adopt},       {"names", &Ctl::Names},
   };
   for (const auto& command : kCommands) {
     if (arguments.command != command.name) continue;

@@ -100,6 +100,13 @@ and its store is no holder any more; --undo takes that back.
 Forgets a version that nobody serves and frees its bytes, or a replica that is
 gone. MODEL/3 is a version, MODEL/NAME a replica.
 )"},
+    {"remove", "take a model (an adapter) out of every engine",
+     R"(weightsyncctl remove MODEL [--json]
+
+Every replica of MODEL pauses, drops it and goes on without it; its versions are
+forgotten and their bytes freed. The next publish brings it back, with the
+number after the highest. Only where all replicas registered it as removable.
+)"},
     {"adopt", "go on after the journal was lost",
      R"(weightsyncctl adopt [CLUSTER] [--json]
 
@@ -167,7 +174,8 @@ usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
                      this machine (/run/weightsync/weightsyncd.sock, else
                      127.0.0.1:7670).
   --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; pause,
-                     resume, rollback, release and verify: 2m; watch: never.
+                     resume, rollback, release, remove and verify: 2m; watch:
+                     never.
   --json             protobuf JSON, for programs; errors are one object on
                      stderr: {"code", "reason", "message"}
 

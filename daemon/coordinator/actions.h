@@ -60,7 +60,7 @@ using AdminRequest =
                   v1::RollbackModelRequest, v1::ReleaseModelRequest,
                   v1::VerifyReplicaRequest, v1::DrainNodeRequest,
                   v1::DeleteVersionRequest, v1::DeleteReplicaRequest,
-                  v1::AdoptClusterRequest>;
+                  v1::RemoveModelRequest, v1::AdoptClusterRequest>;
 using AdminResponse =
     absl::variant<v1::Replica, v1::Model, v1::VerifyReplicaResponse, v1::Node,
                   v1::DeleteVersionResponse, v1::DeleteReplicaResponse,
