@@ -281,6 +281,26 @@ typedef struct weightsync_applied {
   const char* message;
 } weightsync_applied;
 
+/* Tensors that can be read now, in `take`: see TensorReader. Valid in that
+ * call. */
+typedef struct weightsync_reader weightsync_reader;
+
+typedef struct weightsync_take {
+  const char* update_id;
+  int64_t version;
+  int32_t first;
+  int32_t last;
+  /* Indices into the tensors that were registered. */
+  const int32_t* tensors;
+  size_t tensor_count;
+  weightsync_reader* reader;
+} weightsync_take;
+
+/* To `data`, laid out as it was registered. */
+weightsync_error* weightsync_reader_read(weightsync_reader* reader,
+                                         int32_t tensor, void* data,
+                                         int64_t size_bytes);
+
 typedef struct weightsync_worker_options {
   size_t struct_size;
   const char* address;
@@ -308,6 +328,9 @@ typedef struct weightsync_worker_options {
   double register_timeout;
   double max_backoff;
   void (*on_remove)(void* user, weightsync_answer* answer);
+  /* With tensors whose `data` is NULL. */
+  void (*take)(void* user, const weightsync_take* take,
+               weightsync_answer* answer);
 } weightsync_worker_options;
 
 /* `spare`: NULL, or a second set of `count` tensors (options->swap). */

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -14,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
@@ -21,12 +23,14 @@
 #include "client/cc/wire_time.h"
 #include "client/ctl/format.h"
 #include "client/ctl/help.h"
+#include "client/ctl/mapping.h"
 #include "client/ctl/names.h"
 #include "client/ctl/plan.h"
 #include "client/ctl/render.h"
 #include "nlohmann/json.hpp"
 #include "proto/plan.h"
 #include "proto/status.h"
+#include "schedule/catalog.h"
 #include "schedule/describe.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
@@ -43,6 +47,7 @@ struct Arguments {
   std::string address;
   absl::optional<absl::Duration> timeout;
   std::string mode;
+  std::string rules;
   bool undo = false;
   bool json = false;
   bool help = false;
@@ -89,7 +94,7 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
     const bool of_plan =
         absl::StartsWith(name, "--") && IsPlanOption(name.substr(2));
     if (name != "--address" && name != "--timeout" && name != "--mode" &&
-        !of_plan) {
+        name != "--rules" && !of_plan) {
       return usage(absl::StrCat("unknown option ", name));
     }
     if (equals == std::string::npos) {
@@ -110,6 +115,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       parsed.mode = value;
       continue;
     }
+    if (name == "--rules") {
+      parsed.rules = value;
+      continue;
+    }
     absl::Duration timeout;
     if (!absl::ParseDuration(value, &timeout) ||
         timeout <= absl::ZeroDuration()) {
@@ -124,6 +133,9 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
   }
   if (!parsed.mode.empty() && parsed.command != "pause") {
     return usage("--mode is an option of pause only");
+  }
+  if (!parsed.rules.empty() && parsed.command != "names") {
+    return usage("--rules is an option of names only");
   }
   if (!parsed.options.empty() && parsed.command != "plan") {
     return usage(absl::StrCat("--", parsed.options[0].first,
@@ -206,6 +218,8 @@ class Ctl {
   int Drain();
   int Delete();
   int Adopt();
+  int Remove();
+  int Names();
   int Plan();
 
  private:
@@ -310,6 +324,9 @@ class Ctl {
                      return stub_->ListVersions(c, q, r);
                    });
   }
+
+  // One side of `names`: a file, a model, or what a replica's workers take.
+  absl::StatusOr<std::vector<NamedTensor>> ReadNames(const std::string& source);
 
   // The version that `watch` follows.
   absl::StatusOr<std::string> WatchedName();
@@ -766,6 +783,82 @@ int Ctl::Verify() {
     return out;
   });
   return printed == kExitOk && !response.equal() ? kExitError : printed;
+}
+
+absl::StatusOr<std::vector<NamedTensor>> Ctl::ReadNames(
+    const std::string& source) {
+  std::vector<NamedTensor> tensors;
+  if (!absl::StartsWith(source, "models/")) {
+    const absl::StatusOr<schedule::Catalog> catalog = ReadCatalog(source);
+    if (!catalog.ok()) return catalog.status();
+    for (const schedule::Param& param : catalog->params()) {
+      tensors.push_back({param.name,
+                         std::string(schedule::DTypeName(param.dtype)),
+                         {param.shape.begin(), param.shape.end()}});
+    }
+    return tensors;
+  }
+  const auto add = [&tensors](const auto& tensor) {
+    tensors.push_back(
+        {tensor.name(),
+         std::string(absl::StripPrefix(v1::DType_Name(tensor.dtype()),
+                                       "DTYPE_")),
+         {tensor.shape().begin(), tensor.shape().end()}});
+  };
+  if (absl::StrContains(source, "/replicas/")) {
+    v1::GetReplicaRequest request;
+    request.set_name(source);
+    v1::Replica replica;
+    const absl::Status status =
+        Call("GetReplica", [&](grpc::ClientContext* context) {
+          return stub_->GetReplica(context, request, &replica);
+        });
+    if (!status.ok()) return status;
+    // Each worker has its part of most of them.
+    std::set<std::string> seen;
+    for (const v1::Worker& worker : replica.workers()) {
+      for (const v1::WantedTensor& tensor : worker.tensors()) {
+        if (seen.insert(tensor.name()).second) add(tensor);
+      }
+    }
+    return tensors;
+  }
+  v1::GetModelRequest request;
+  request.set_name(source);
+  v1::Model model;
+  const absl::Status status =
+      Call("GetModel", [&](grpc::ClientContext* context) {
+        return stub_->GetModel(context, request, &model);
+      });
+  if (!status.ok()) return status;
+  for (const v1::Parameter& parameter : model.parameters()) add(parameter);
+  return tensors;
+}
+
+int Ctl::Names() {
+  if (arguments_.positional.size() != 2) {
+    return Usage("names needs a TRAINER and an ENGINE");
+  }
+  std::vector<NameRule> rules;
+  if (!arguments_.rules.empty()) {
+    const absl::StatusOr<std::string> text = ReadTextFile(arguments_.rules);
+    if (!text.ok()) return Fail(text.status());
+    absl::StatusOr<std::vector<NameRule>> parsed = ParseNameRules(*text);
+    if (!parsed.ok()) return Fail(parsed.status());
+    rules = *std::move(parsed);
+  }
+  std::vector<NamedTensor> sides[2];
+  for (int side = 0; side < 2; ++side) {
+    auto read = ReadNames(arguments_.positional[side]);
+    if (!read.ok()) return Fail(read.status());
+    sides[side] = *std::move(read);
+  }
+  const absl::StatusOr<NameMapping> mapping =
+      MapNames(sides[0], sides[1], rules);
+  if (!mapping.ok()) return Fail(mapping.status());
+  *screen_.out << (arguments_.json ? MappingJson(*mapping)
+                                   : RenderMapping(*mapping));
+  return mapping->Fits() ? kExitOk : kExitError;
 }
 
 int Ctl::Drain() {
