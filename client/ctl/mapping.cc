@@ -144,8 +144,10 @@ class Fields {
       return;
     }
     const Json list = given.is_array() ? given : Json::array({given});
-    if (list.size() > names.size()) return Fail("it takes less");
-    for (size_t i = 0; i < list.size(); ++i) values_[names[i]] = list[i];
+    if (list.size() > names.size()) Fail("it takes less");
+    for (size_t i = 0; i < list.size() && i < names.size(); ++i) {
+      values_[names[i]] = list[i];
+    }
   }
 
   std::string Text(const std::string& name, bool needed = true,

@@ -93,7 +93,7 @@ class NamesCommandTest : public ::testing::Test {
     Screen screen;
     screen.out = &out_;
     screen.err = &err_;
-    return Run(args, "", screen);
+    return ctl::Run(args, "", screen);
   }
 
   std::ostringstream out_;
