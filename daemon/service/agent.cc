@@ -321,6 +321,9 @@ void Agent::OnCommand(v1::NodeCommand command) {
     case v1::NodeCommand::kApplyWorker:
       replicas_.Apply(command.apply_worker());
       return;
+    case v1::NodeCommand::kRemoveWorker:
+      replicas_.Remove(command.remove_worker());
+      return;
     case v1::NodeCommand::kResumeReplica:
       replicas_.Resume(command.resume_replica());
       return;

@@ -26,6 +26,7 @@
 #include "daemon/service/answer.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "transport/host/unique_fd.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/trainer.pb.h"
@@ -114,6 +115,11 @@ class TrainerSessions {
   void AnnounceShards(Session* session);
   void End(uint64_t id, const absl::Status& why);
 
+  // Maps memory that `process` owns as one more region.
+  static absl::Status AddForeign(pid_t process,
+                                 absl::StatusOr<transport::UniqueFd> fd,
+                                 const std::string& name, int64_t bytes,
+                                 Registration* registration);
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(
       const Session& session, const v1::RegisterShardsRequest& request);
   // The coordinator's answer to RegisterShards.

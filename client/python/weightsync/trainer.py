@@ -6,7 +6,8 @@ import ctypes
 import dataclasses
 import threading
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+import warnings
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy
 
@@ -22,7 +23,7 @@ from .enums import (
     UpdateMode,
     pick,
 )
-from .errors import FailedPreconditionError, UnimplementedError, invalid
+from .errors import FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
 from .shared import SharedMappings
 
 _ALIGNMENT = 64
@@ -183,8 +184,10 @@ class Trainer:
 
     Tensors: torch on the CPU (parameters of any strides, DTensors, FSDP modules of both versions, CPU-offloaded
     ones) and numpy; bf16 and fp8 of numpy with ml_dtypes. What lies in shared memory that the daemon can open
-    (memory of this object, see `share`, or POSIX shared memory that has its name) is read from there; the
-    rest is copied, once a publish, into memory of this object, and cast on the way where `dtype` says so.
+    is read from there: memory of this object (see `share`), POSIX shared memory that has its name, and memory
+    without one of which this process has a descriptor open (what torch shares by default, memfds; the daemon
+    opens it by way of /proc, so both must be in one pid namespace). The rest is copied, once a publish, into
+    memory of this object, and cast on the way where `dtype` says so.
 
     CUDA tensors: this build moves host memory: they are refused (CUDA_MEMORY) unless `bounce` says to copy
     them through the host.
@@ -239,6 +242,10 @@ class Trainer:
         self._layout: Optional[List[Tuple[Any, ...]]] = None
         self._shards: List[_Shard] = []
         self._arenas: List[_Arena] = []
+        # Where shared memory begins that the library was told of; whether some has no name, and may have none.
+        self._named: Set[int] = set()
+        self._files_named = False
+        self._open_files = True
         # Of these, the ones that parts are copied into.
         self._copies: List[_Arena] = []
         # Names that were left out because they are another name for a tensor.
@@ -340,7 +347,24 @@ class Trainer:
             at += _aligned(tensor.nbytes)
 
     def _register(self, parts: List[tensors.Part], timeout: float) -> None:
-        shared = SharedMappings()
+        try:
+            self._register_once(parts, timeout)
+        except WeightsyncError as error:
+            if not self._files_named or error.reason not in ("MEMORY_UNKNOWN", "MEMORY_DENIED"):
+                raise
+            # The daemon is of another user or does not see this process: what has a name or is copied works.
+            warnings.warn(
+                f"Shared memory without a name is copied at each publish: {error.message}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._open_files = False
+            self._register_once(parts, timeout)
+
+    def _register_once(self, parts: List[tensors.Part], timeout: float) -> None:
+        shared = SharedMappings(self._open_files)
+        named_before, self._named = self._named, set()
+        self._files_named = False
         shards: List[_Shard] = []
         copied: List[Tuple[_Shard, tensors.Part]] = []
         for part in parts:
@@ -358,6 +382,9 @@ class Trainer:
             shards.append(shard)
             if not direct:
                 copied.append((shard, part))
+        # What has no name would be kept alive for nothing.
+        for start in named_before - self._named:
+            self._handle.call("forget_shared_memory", start)
         self._place(copied, timeout)
         registered = _capi.Registered()
         self._handle.check(
@@ -373,10 +400,13 @@ class Trainer:
         found = shared.find(part.address, part.span_bytes())
         if found is None:
             return False
-        memory = _capi.SharedMemory(
-            name=found.name.encode(), fd=-1, data=found.start, size_bytes=found.size
-        )
-        self._handle.check("use_shared_memory", ctypes.byref(memory))
+        if found.start not in self._named:
+            memory = _capi.SharedMemory(
+                name=found.name.encode() or None, fd=found.fd, data=found.start, size_bytes=found.size
+            )
+            self._handle.check("use_shared_memory", ctypes.byref(memory))
+            self._named.add(found.start)
+        self._files_named = self._files_named or not found.name
         return True
 
     def _place(self, copied: List[Tuple[_Shard, tensors.Part]], timeout: float) -> None:
