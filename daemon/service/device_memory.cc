@@ -106,7 +106,8 @@ v1::GpuUse ToProto(const DeviceReport& report) {
       use.set_state(v1::GpuUse::STATE_FAILED);
       break;
   }
-  if (!report.failure.ok()) *use.mutable_failure() = ToFailure(report.failure);
+  if (!report.failure.ok())
+    *use.mutable_failure() = ToFailure(ApiStatus(report.failure));
   use.set_restart_count(report.restarts);
   use.set_total_bytes(report.usage.total_bytes > 0 ? report.usage.total_bytes
                                                    : report.device.total_bytes);

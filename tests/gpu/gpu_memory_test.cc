@@ -559,10 +559,10 @@ TEST_F(GpuMemoryTest, BadHandlesAreNamed) {
     ASSERT_TRUE(trainer.ok()) << trainer.status();
     const absl::Status status =
         (*trainer)->RegisterShards(there.tensors()).status();
-    EXPECT_EQ(ErrorReason(status), "NO_DEVICE_MEMORY") << status;
+    EXPECT_EQ(ErrorReason(status), "MEMORY_EXHAUSTED") << status;
     ASSERT_TRUE(WaitUntil(
         [&] { return Gpu("a", 1).state() == v1::GpuUse::STATE_FAILED; }));
-    EXPECT_EQ(Gpu("a", 1).failure().reason(), "NO_DEVICE_MEMORY");
+    EXPECT_EQ(Gpu("a", 1).failure().reason(), "MEMORY_EXHAUSTED");
     gpu_sim::Plant("");
     EXPECT_TRUE((*trainer)->RegisterShards(there.tensors()).ok());
   }

@@ -78,8 +78,9 @@ absl::StatusOr<DevicePlace> DeviceExporter::Describe(const void* pointer,
             "the ", handle.bytes,
             " bytes that this tensor lies in cannot be handed to another "
             "process: they were made by cuMemCreate (PyTorch's "
-            "expandable_segments: unset it in PYTORCH_CUDA_ALLOC_CONF), or "
-            "came from another process themselves"));
+            "expandable_segments: unset it in PYTORCH_CUDA_ALLOC_CONF, or copy "
+            "the tensors through host memory: bounce=True), or came from "
+            "another process themselves"));
   }
   const absl::StatusOr<uint64_t> id = (*driver)->BufferId(pointer);
   if (!id.ok()) return id.status();

@@ -173,6 +173,12 @@ class AgentMemoryTest : public ::testing::Test {
     piece.copy.ordinal = ordinal;
     return piece;
   }
+  // Until nothing of a trainer is open: then it may end, and free it.
+  void Close(std::initializer_list<std::shared_ptr<const AgentMemory::Region>*>
+                 regions) {
+    for (auto* region : regions) *region = nullptr;
+    EXPECT_TRUE(memory_->AwaitClosed({}, absl::Seconds(10)).ok());
+  }
   pid_t AgentPid(const Trainer& trainer) {
     return (*agents_->Get(trainer.handle().device_uuid))->pid();
   }
@@ -188,7 +194,7 @@ class AgentMemoryTest : public ::testing::Test {
 TEST_F(AgentMemoryTest, APackOutOfARegionIsThatOfTheSameBytesInHostMemory) {
   Start();
   Trainer trainer;
-  const auto region = Open(trainer);
+  auto region = Open(trainer);
   ASSERT_NE(region, nullptr);
   EXPECT_EQ(region->bytes(), kBytes);
   const std::unique_ptr<Segment> arena = Arena(2 << 20);
@@ -239,12 +245,13 @@ TEST_F(AgentMemoryTest, APackOutOfARegionIsThatOfTheSameBytesInHostMemory) {
     absl::SleepFor(absl::Milliseconds(10));
   EXPECT_EQ(agents_->Reports()[0].usage.slots_bytes, 2 * kSlotBytes);
   EXPECT_EQ(agents_->Reports().size(), 1u);  // nobody asked for the other
+  Close({&region});
 }
 
 TEST_F(AgentMemoryTest, ABucketMayComeFromTwoGpusAndTheHost) {
   Start();
   Trainer one(0), two(1);
-  const auto a = Open(one), b = Open(two);
+  auto a = Open(one), b = Open(two);
   ASSERT_TRUE(a != nullptr && b != nullptr);
   const std::unique_ptr<Segment> arena = Arena(1 << 20);
   const std::string here = RandomBytes(70000, 77);
@@ -281,19 +288,19 @@ TEST_F(AgentMemoryTest, ABucketMayComeFromTwoGpusAndTheHost) {
   ASSERT_TRUE(host_->Pack(request, &want).ok());
   EXPECT_EQ(memcmp(arena->data(), expected.data(), expected.size()), 0);
   EXPECT_EQ(got.frames, want.frames);
+  Close({&a, &b});
 }
 
 TEST_F(AgentMemoryTest, CopiesGoIntoTheStoreRowByRow) {
   Start();
   Trainer trainer;
-  const auto region = Open(trainer);
+  auto region = Open(trainer);
   const std::unique_ptr<Segment> arena = Arena(2 << 20);
   CopyTask task;
   task.src = region->data() + 10000;
   task.dst = arena->data() + 500;
   task.run_bytes = 40;
   task.dims.push_back({300, 64, 50, 0});
-  CopyTask whole;  // and one that only fits a slot in parts
   ASSERT_TRUE(memory_->Copy({task}, CopyOptions(), nullptr).ok());
   const std::string bytes = RandomBytes(kBytes, 5);
   for (int row = 0; row < 300; ++row) {
@@ -317,12 +324,13 @@ TEST_F(AgentMemoryTest, CopiesGoIntoTheStoreRowByRow) {
   const std::vector<PackPiece> pieces = {Piece(0, region->data(), 1000, 1)};
   request.pieces = pieces;
   EXPECT_EQ(ReasonOf(memory_->Pack(request, nullptr)), "SLOT_TOO_SMALL");
+  Close({&region});
 }
 
 TEST_F(AgentMemoryTest, AnAgentThatDiesIsAskedAgainInItsNextLife) {
   Start();
   Trainer trainer;
-  const auto region = Open(trainer);
+  auto region = Open(trainer);
   const std::unique_ptr<Segment> arena = Arena(1 << 20);
   PackRequest request;
   request.bucket = arena->data();
@@ -389,17 +397,16 @@ TEST_F(AgentMemoryTest, DevicesThatCannotServeAreNamed) {
     EXPECT_TRUE(absl::StrContains(status.message(), device.uuid)) << status;
   handle.device_uuid.clear();
   EXPECT_EQ(ReasonOf(memory_->Open(handle).status()), "DEVICE_NOT_NAMED");
-  {
-    Trainer short_of;
-    DeviceHandle beyond = short_of.handle();
-    beyond.bytes *= 2;
-    EXPECT_EQ(ReasonOf(memory_->Open(beyond).status()), "PAST_ALLOCATION");
-    beyond = short_of.handle();
-    beyond.nonce[3] ^= 1;
-    EXPECT_EQ(ReasonOf(memory_->Open(beyond).status()), "PROBE_FAILED");
-    beyond = short_of.handle();
-    beyond.ipc[5] ^= 1;
-    EXPECT_EQ(ReasonOf(memory_->Open(beyond).status()), "ALLOCATION_FREED");
+  // What is said of an allocation is looked at before it is believed.
+  for (const char* reason :
+       {"PAST_ALLOCATION", "PROBE_FAILED", "ALLOCATION_FREED"}) {
+    Trainer liar;
+    DeviceHandle wrong = liar.handle();
+    if (reason[1] == 'A') wrong.bytes *= 2;
+    if (reason[1] == 'R') wrong.nonce[3] ^= 1;
+    if (reason[1] == 'L') wrong.ipc[5] ^= 1;
+    EXPECT_EQ(ReasonOf(memory_->Open(wrong).status()), reason);
+    Close({});
   }
   memory_ = nullptr;
   agents_ = nullptr;
@@ -411,12 +418,13 @@ TEST_F(AgentMemoryTest, DevicesThatCannotServeAreNamed) {
   Trainer trainer;
   gpu_sim::Plant("call=cudaMalloc process=agent error=2 after=2 count=0");
   status = memory_->Open(trainer.handle()).status();
-  EXPECT_EQ(ReasonOf(status), "NO_DEVICE_MEMORY") << status;
+  EXPECT_EQ(ReasonOf(status), "NO_MEMORY_FOR_ARENA") << status;
   ASSERT_EQ(agents_->Reports().size(), 1u);
   EXPECT_EQ(agents_->Reports()[0].state, DeviceReport::State::kFailed);
   gpu_sim::Plant("");
   EXPECT_TRUE(memory_->Open(trainer.handle()).ok());
   EXPECT_EQ(agents_->Reports()[0].state, DeviceReport::State::kReady);
+  Close({});
 
   // A node that serves some of its GPUs only.
   options_.device_uuids = {(*devices)[1].uuid};

@@ -34,6 +34,7 @@ namespace cuda {
 namespace {
 
 constexpr absl::Duration kEndDeadline = absl::Seconds(10);
+constexpr absl::Duration kCloseDeadline = absl::Seconds(4);
 // At a time: each has a thread.
 constexpr size_t kMaxRequests = 512;
 
@@ -201,8 +202,16 @@ class AgentServer {
         break;
       }
       case AgentMessage::kClose: {
-        absl::MutexLock lock(&mutex_);
-        imports_.erase(in.Get<uint64_t>());
+        {
+          std::shared_ptr<const ImportedAllocation> gone;
+          absl::MutexLock lock(&mutex_);
+          const auto at = imports_.find(in.Get<uint64_t>());
+          if (at == imports_.end()) break;
+          gone = std::move(at->second);
+          imports_.erase(at);
+        }
+        // Its owner frees it when it hears that it is closed.
+        memory_->core()->Drain(kCloseDeadline);
         break;
       }
       case AgentMessage::kMapHost: {
