@@ -143,9 +143,10 @@ absl::Status ToTensors(const weightsync_tensor* from, size_t count,
     if (memory && tensor.data == nullptr) {
       return invalid("ARGUMENT_MISSING", "it needs memory.");
     }
-    made.dtype = v1::DType_IsValid(tensor.dtype)
-                     ? static_cast<v1::DType>(tensor.dtype)
-                     : v1::DTYPE_UNSPECIFIED;
+    made.on_gpu = (tensor.dtype & WEIGHTSYNC_ON_GPU) != 0;
+    const int32_t dtype = tensor.dtype & ~WEIGHTSYNC_ON_GPU;
+    made.dtype = v1::DType_IsValid(dtype) ? static_cast<v1::DType>(dtype)
+                                          : v1::DTYPE_UNSPECIFIED;
     made.shape.assign(tensor.shape, tensor.shape + dimensions);
     if ((tensor.offset == nullptr) != (tensor.extent == nullptr)) {
       return invalid("BOX_OUT_OF_RANGE", "a box has both offset and extent.");

@@ -86,9 +86,13 @@ void weightsync_random_id(char id[33]);
 /* Where the daemon of this machine is when nobody says it. */
 void weightsync_default_address(char address[256]);
 
+/* Added to dtype: `data` is an address of GPU memory of this process. A library
+ * that does not know it answers DTYPE_UNKNOWN. */
+#define WEIGHTSYNC_ON_GPU 0x10000
+
 typedef struct weightsync_tensor {
   const char* name;
-  /* Of DType. */
+  /* Of DType, and WEIGHTSYNC_ON_GPU. */
   int32_t dtype;
   int32_t dimensions;
   /* Of the whole parameter. */

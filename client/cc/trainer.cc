@@ -15,6 +15,7 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "client/cc/gpu_regions.h"
 #include "client/cc/lease.h"
 #include "client/cc/rpc.h"
 #include "client/cc/store_map.h"
@@ -124,6 +125,8 @@ class Trainer::Impl {
     request.set_step(options.step);
     *request.mutable_options() = options.update;
     v1::PublishVersionResponse response;
+    const absl::Status ready = GpusReady();
+    if (!ready.ok()) return ready;
     while (true) {
       absl::StatusOr<std::string> session;
       {
@@ -365,10 +368,13 @@ class Trainer::Impl {
             mapped.arena.arena_id);
         region->set_size_bytes(mapped.arena.size_bytes);
       }
+      GpuRegions gpus;
       for (const Tensor& shard : shards) {
-        const absl::Status status = AddShard(shard, &request);
+        const absl::Status status = shard.on_gpu ? gpus.Add(shard, &request)
+                                                 : AddShard(shard, &request);
         if (!status.ok()) return status;
       }
+      gpus_ = std::move(gpus);
     }
     v1::RegisterShardsResponse response;
     const absl::Status status =
@@ -441,6 +447,15 @@ class Trainer::Impl {
     }
     if (shards_.empty()) return absl::OkStatus();
     return Register(session, shards_, deadline).status();
+  }
+
+  absl::Status GpusReady() {
+    GpuRegions gpus;
+    {
+      absl::MutexLock lock(&mutex_);
+      gpus = gpus_;
+    }
+    return gpus.AwaitReady();
   }
 
   std::string session() const {
@@ -585,6 +600,8 @@ class Trainer::Impl {
   std::string session_ ABSL_GUARDED_BY(mutex_);
   std::vector<MappedArena> arenas_ ABSL_GUARDED_BY(mutex_);
   std::vector<KnownMemory> shared_ ABSL_GUARDED_BY(mutex_);
+  // Of what is registered.
+  GpuRegions gpus_ ABSL_GUARDED_BY(mutex_);
   // Not OK once the lease has ended.
   absl::Status ended_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<grpc::ClientContext*> running_ ABSL_GUARDED_BY(mutex_);

@@ -158,10 +158,16 @@ class Trainer {
   void ForgetSharedMemory(const void* data);
 
   // Says which part of which parameter lies where. `data` of each must lie in
-  // one of the arenas or in shared memory that was named, whole. Replaces what
-  // was registered before. A rank may hold none.
+  // one of the arenas or in shared memory that was named, whole, or be GPU
+  // memory of this process (Tensor::on_gpu). Replaces what was registered
+  // before, and returns when GPU memory of that may be freed. A rank may hold
+  // none.
   //   INVALID_ARGUMENT  those of CheckTensors; MEMORY_OUT_OF_RANGE: a shard
-  //   does not lie in memory of this trainer.
+  //   does not lie in memory of this trainer. NOT_DEVICE_MEMORY,
+  //   PAST_ALLOCATION.
+  //   FAILED_PRECONDITION  NOT_EXPORTABLE: made by cuMemCreate (PyTorch's
+  //   expandable_segments), or another process's; MIG_NO_IPC;
+  //   CUDA_RUNTIME_MISSING, CUDA_NOT_BUILT, DRIVER_TOO_OLD, NO_DEVICE.
   //   Everything that RegisterShards answers.
   absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
       const std::vector<Tensor>& shards,
@@ -169,8 +175,11 @@ class Trainer {
 
   // Offers the tensors as they are now. When it returns OK they may be changed;
   // the caller leaves them alone until then. A broken connection is tried
-  // again, with the same request_id, until `options.timeout`.
-  //   Everything that PublishVersion answers.
+  // again, with the same request_id, until `options.timeout`. Where tensors are
+  // on GPUs it waits for what this process has given these to do, on all
+  // streams, before they are read.
+  //   Everything that PublishVersion answers. FAILED_PRECONDITION
+  //   ALLOCATION_FREED: GPU memory of a shard was freed; register it again.
   absl::StatusOr<PublishResult> Publish(const PublishOptions& options);
 
   // Waits for the outcome: the version when every replica serves it.

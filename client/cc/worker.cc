@@ -156,13 +156,14 @@ transport::CopyTask DigestTask(const Tensor& tensor, uint32_t ordinal) {
 class Worker::Impl {
  public:
   Impl(WorkerOptions options, std::vector<Tensor> tensors,
-       std::vector<Tensor> spare, std::shared_ptr<grpc::Channel> channel)
+       std::vector<Tensor> spare, std::unique_ptr<ClientMemory> memory,
+       std::shared_ptr<grpc::Channel> channel)
       : options_(std::move(options)),
         sets_{std::move(tensors), std::move(spare)},
-        memory_(options_.copy_threads),
+        memory_(std::move(memory)),
         stub_(v1::ReplicaService::NewStub(std::move(channel))),
         installed_(options_.installed),
-        store_(memory_.get()),
+        store_(memory_->get()),
         lease_(RegisteredLeaseOptions(Name(), options_), MakeCallbacks()) {
     lease_.Start();
   }
@@ -547,13 +548,13 @@ class Worker::Impl {
                     sets_[0], [&](int tensor, char* data) -> absl::Status {
                       auto made = (*plan)->TasksInto(tensor, sources, data);
                       if (!made.ok()) return made.status();
-                      return memory_.get()->Copy(*made,
+                      return memory_->get()->Copy(*made,
                                                  transport::CopyOptions(),
                                                  /*digest=*/nullptr);
                     });
       status = options_.take(&reader);
     } else {
-      status = memory_.get()->Copy(tasks, transport::CopyOptions(),
+      status = memory_->get()->Copy(tasks, transport::CopyOptions(),
                                    /*digest=*/nullptr);
     }
     if (!status.ok()) return status;
@@ -709,7 +710,7 @@ class Worker::Impl {
       if (!tasks.ok()) return tasks.status();
       transport::Digest digest;
       const absl::Status copied =
-          memory_.get()->Copy(*tasks, transport::CopyOptions(), &digest);
+          memory_->get()->Copy(*tasks, transport::CopyOptions(), &digest);
       if (!copied.ok()) return copied;
       for (size_t i = 0; i < tasks->size(); ++i) {
         streaming_->bytes += (*tasks)[i].bytes();
@@ -754,7 +755,7 @@ class Worker::Impl {
                                  streaming_->Targets(sets_[0], come))
               : plan.TasksOf(id, source);
       if (!tasks.ok()) return tasks.status();
-      const absl::Status copied = memory_.get()->Copy(
+      const absl::Status copied = memory_->get()->Copy(
           *tasks, transport::CopyOptions(), /*digest=*/nullptr);
       if (!copied.ok()) return copied;
       FenceCopies();
@@ -908,7 +909,8 @@ class Worker::Impl {
         const transport::CopyTask task = DigestTask(
             tensors[i],
             static_cast<uint32_t>(command.ordinals(static_cast<int>(i))));
-        status = memory_.get()->Copy({task}, transport::CopyOptions(), &digest);
+        status =
+            memory_->get()->Copy({task}, transport::CopyOptions(), &digest);
         v1::Digest* out = answer->add_digests();
         out->set_lane0(digest.lanes[0]);
         out->set_lane1(digest.lanes[1]);
@@ -932,7 +934,7 @@ class Worker::Impl {
   const WorkerOptions options_;
   // The second is empty where nothing is swapped.
   const std::vector<Tensor> sets_[2];
-  ClientMemory memory_;
+  const std::unique_ptr<ClientMemory> memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
 
   mutable absl::Mutex mutex_;
@@ -988,12 +990,23 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
                      " is not one of 0 to worker_count - 1, with worker_count ",
                      options.worker_count, "."));
   }
+  auto memory = std::make_unique<ClientMemory>(options.copy_threads);
+  for (const auto* set : {&tensors, &spare}) {
+    for (const Tensor& tensor : *set) {
+      if (!tensor.on_gpu) continue;
+      status = memory->AddGpuRange(tensor.data, SpanBytes(tensor));
+      if (!status.ok()) {
+        return ErrorStatus(status.code(), ErrorReason(status),
+                           absl::StrCat(tensor.name, ": ", status.message()));
+      }
+    }
+  }
   options.model = ModelName(options.model);
   auto channel = MakeChannel(options.address);
   if (!channel.ok()) return channel.status();
-  return std::unique_ptr<Worker>(new Worker(
-      std::make_unique<Impl>(std::move(options), std::move(tensors),
-                             std::move(spare), *std::move(channel))));
+  return std::unique_ptr<Worker>(new Worker(std::make_unique<Impl>(
+      std::move(options), std::move(tensors), std::move(spare),
+      std::move(memory), *std::move(channel))));
 }
 
 Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

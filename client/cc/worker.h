@@ -31,6 +31,11 @@
 // No byte is written while the engine's memory is not there: asleep (Sleep), or
 // where WorkerOptions::may_write says no.
 //
+// Tensors may be on GPUs of this process (Tensor::on_gpu): an update is copied
+// to them by copy engines, from memory of the daemon that is pinned once. When
+// WorkerApplied is told, and on_resume called, the bytes are there for every
+// stream.
+//
 // Broken streams are mended by the library: it registers again after a
 // back-off, for as long as the object lives, unless the daemon's answer is one
 // that trying again cannot change (see ended()).
@@ -161,7 +166,11 @@ class Worker {
   // Checks the tensors and starts to register. Memory that `tensors` point to
   // must stay valid until Close.
   //   INVALID_ARGUMENT: those of CheckTensors; WORKER_INDEX_INVALID,
-  //     NAME_INVALID (no model, replica or incarnation), ADDRESS_INVALID.
+  //     NAME_INVALID (no model, replica or incarnation), ADDRESS_INVALID;
+  //     NOT_DEVICE_MEMORY: `on_gpu`, and on no GPU of this process.
+  //   FAILED_PRECONDITION  CUDA_RUNTIME_MISSING, CUDA_NOT_BUILT,
+  //   DRIVER_TOO_OLD,
+  //     NO_DEVICE.
   static absl::StatusOr<std::unique_ptr<Worker>> Start(
       WorkerOptions options, std::vector<Tensor> tensors);
   // With a second set of tensors of the same names, types, shapes and boxes;

@@ -280,7 +280,7 @@ TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
                       ->set_handle("x");
                 },
                 absl::StatusCode::kUnimplemented),
-            "MEMORY_KIND_UNIMPLEMENTED");
+            "MEMORY_KIND_DISABLED");
   EXPECT_EQ(Shard(
                 [](auto* r) {
                   r->mutable_regions(0)

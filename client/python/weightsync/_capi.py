@@ -16,6 +16,10 @@ from .errors import FailedPreconditionError, WeightsyncError, make_error
 ABI_VERSION = 1
 
 
+# Added to dtype: the address is one of GPU memory of this process.
+ON_GPU = 0x10000
+
+
 class Tensor(ctypes.Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -462,11 +466,11 @@ def int64s(values: Any) -> Any:
 
 
 def tensors(parts: List[Any]) -> Any:
-    """An array of Tensor from objects with name, dtype, shape, offset, extent, strides and address."""
+    """An array of Tensor from objects with name, dtype, shape, offset, extent, strides, address and on_gpu."""
     made = (Tensor * max(len(parts), 1))()
     for slot, part in zip(made, parts):
         slot.name = part.name.encode()
-        slot.dtype = int(part.dtype)
+        slot.dtype = int(part.dtype) | (ON_GPU if part.on_gpu else 0)
         slot.dimensions = len(part.shape)
         slot.shape = int64s(part.shape)
         if part.offset is not None:

@@ -158,6 +158,7 @@ class _Shard:
     strides: Optional[Tuple[int, ...]]
     address: int
     component: str
+    on_gpu: bool = False
     # Where the part is copied before each publish; None when it lies where the daemon reads it.
     target: Optional[numpy.ndarray] = None
 
@@ -189,8 +190,10 @@ class Trainer:
     opens it by way of /proc, so both must be in one pid namespace). The rest is copied, once a publish, into
     memory of this object, and cast on the way where `dtype` says so.
 
-    CUDA tensors: this build moves host memory: they are refused (CUDA_MEMORY) unless `bounce` says to copy
-    them through the host.
+    CUDA tensors are read where they lie, by CUDA IPC, where the daemon runs with --memory=cuda; a publish waits
+    for what this process has given their GPUs to do. What cannot be exported is refused by name
+    (NOT_EXPORTABLE: expandable_segments), as is a cast on the GPU, or another kind of device (CUDA_MEMORY);
+    `bounce` copies them through the host instead.
 
     Args:
       model: its name, 1 to 63 of [a-z0-9._-].
@@ -199,7 +202,7 @@ class Trainer:
       dtype: in which type floating-point tensors are moved, for example torch.bfloat16 for fp32 masters;
         or a dict of names (of the engine) to types; or a function of the name.
       tied: "first": of names for one tensor only the first is moved; "keep": all of them, each by itself.
-      bounce: copy CUDA tensors through host memory.
+      bounce: copy tensors on GPUs through host memory, in this process.
       update: how versions travel, where publish() does not say it: "network", "disk" (by way of a checkpoint
         below the daemons' --checkpoint_root), "network_or_disk" (disk when no group can be made). None: what
         the coordinator's --update says.
@@ -291,18 +294,22 @@ class Trainer:
 
     def _parts(self, weights: tensors.Weights) -> List[tensors.Part]:
         parts = tensors.all_parts(weights)
-        if not self._bounce:
-            for part in parts:
-                if part.on_device():
-                    raise UnimplementedError(
-                        "CUDA_MEMORY",
-                        f"{part.name} is on {part.array.device}, and this build moves host memory: pass "
-                        "bounce=True to have it copied through the host, or give tensors of the CPU.",
-                    )
         if self._tied == "first":
             parts, self.tied_names = tensors.drop_tied(parts)
         parts = name_rules.apply(self._rules, parts)
         tensors.cast(parts, self._dtype)
+        for part in parts:
+            if part.on_device() and not part.in_place() and not self._bounce:
+                why = (
+                    f"and is not moved as {part.dtype.name} from there"
+                    if part.on_gpu
+                    else "which is no kind of memory that can be read from here"
+                )
+                raise UnimplementedError(
+                    "CUDA_MEMORY",
+                    f"{part.name} is on {part.array.device}, {why}: pass bounce=True to have it copied (and "
+                    "cast) through the host.",
+                )
         return parts
 
     def _allocate(self, size: int, timeout: float) -> _Arena:
@@ -368,7 +375,8 @@ class Trainer:
         shards: List[_Shard] = []
         copied: List[Tuple[_Shard, tensors.Part]] = []
         for part in parts:
-            direct = part.in_place() and self._readable(part, shared)
+            on_gpu = part.on_gpu and not self._bounce
+            direct = part.in_place() and (on_gpu if part.on_device() else self._readable(part, shared))
             shard = _Shard(
                 part.name,
                 int(part.dtype),
@@ -378,6 +386,7 @@ class Trainer:
                 part.strides if direct else None,
                 part.address if direct else 0,
                 part.component,
+                on_gpu and direct,
             )
             shards.append(shard)
             if not direct:

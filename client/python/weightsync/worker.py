@@ -306,7 +306,8 @@ class Worker:
       policy: "strict": the daemon refuses a worker that wants what the trainers do not have
         (PARAMETER_UNKNOWN), and a replica that leaves something out (REPLICA_INCOMPLETE). "warn": both are
         allowed, with a warning; needs the trainers to be there.
-      bounce: fill CUDA tensors through host memory; without it they are refused (CUDA_MEMORY).
+      bounce: fill tensors on GPUs through host memory of this process. Without it CUDA tensors are filled where
+        they are, and other devices refused (CUDA_MEMORY).
       spare, swap: a second set of tensors; updates are written into the set that does not serve, and
         `swap(set, update_id)` says which one holds a whole update now (see client/cc/worker.h). For updates
         with pause_mode "none".
@@ -488,11 +489,13 @@ class Worker:
             if not any(part.on_device() for part in parts):
                 return parts
             if not bounce:
-                device = next(part for part in parts if part.on_device())
+                device = next((part for part in parts if part.on_device() and not part.on_gpu), None)
+                if device is None:
+                    return parts
                 raise UnimplementedError(
                     "CUDA_MEMORY",
-                    f"{device.name} is on {device.array.device}, and this build fills host memory: pass "
-                    "bounce=True to have it filled through the host.",
+                    f"{device.name} is on {device.array.device}, which is no kind of memory that can be "
+                    "filled from here: pass bounce=True to have it filled through the host.",
                 )
             targets = {(part.name, part.offset): part.array for part in parts}
 
