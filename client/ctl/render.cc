@@ -579,6 +579,9 @@ std::string RenderVersion(const v1::Version& version, absl::Time now) {
     fields.Add("bound by", Dash(version.bound_by()));
     fields.Add("lower bound", HumanDuration(FromProto(version.lower_bound())));
   }
+  if (!version.checkpoint_path().empty()) {
+    fields.Add("checkpoint", version.checkpoint_path());
+  }
   fields.Add("layout", Dash(version.layout_id()));
   fields.Add("digest", absl::StrFormat("%016x%016x", version.digest().lane0(),
                                        version.digest().lane1()));

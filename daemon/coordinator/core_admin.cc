@@ -318,8 +318,8 @@ std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
     const bool runs =
         machine.engine == EngineState::kRunning || !machine.holders.empty();
     if (!machine.InstalledEverywhere(key) || held_by_us || !runs) {
-      names.push_back(absl::StrCat(machine.name, " (",
-                                   Standing(entry.second, key), ")"));
+      names.push_back(
+          absl::StrCat(machine.name, " (", Standing(entry.second, key), ")"));
     }
   }
   return names;

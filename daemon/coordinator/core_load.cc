@@ -129,7 +129,6 @@ void CoordinatorCore::SendRead(const LoadRun& load) {
   v1::ReadCheckpoint* read = SendTo(load.node)->mutable_read_checkpoint();
   read->set_command_id(load.id);
   read->set_path(load.path);
-  *read->mutable_timeout() = ToProto(options_.prepare_timeout);
 }
 
 void CoordinatorCore::CheckpointRead(const std::string& node,

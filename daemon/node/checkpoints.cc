@@ -7,15 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdio>
-#include <fstream>
-#include <set>
 #include <utility>
 
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "daemon/node/convert.h"
 #include "glog/logging.h"
@@ -42,7 +37,6 @@ constexpr absl::Duration kSeePatience = absl::Seconds(3);
 constexpr int kMaxTemplateFiles = 10000;
 constexpr int64_t kMaxTemplateFileBytes = int64_t{1} << 30;
 constexpr int kMaxTemplateDepth = 8;
-constexpr char kRemovedSuffix[] = ".weightsync-removed";
 
 std::string Join(const std::string& directory, const std::string& name) {
   return absl::StrCat(directory, "/", name);
@@ -69,25 +63,6 @@ v1::NodeReport Written(const std::string& command_id,
   written->set_written_bytes(bytes);
   written->set_shard_count(shards);
   return report;
-}
-
-// The update that a directory is the checkpoint of; nullopt: of none.
-struct Note {
-  std::string update_id;
-  int64_t version = 0;
-};
-absl::optional<Note> ReadNote(const RootedDirectory& root,
-                              const std::string& directory) {
-  auto text = root.ReadFile(Join(directory, kCheckpointNote), 4096);
-  if (!text.ok()) return absl::nullopt;
-  const auto json = nlohmann::json::parse(*text, nullptr, false);
-  if (!json.is_object() || !json.contains("update_id") ||
-      !json["update_id"].is_string() || !json.contains("version") ||
-      !json["version"].is_number_integer()) {
-    return absl::nullopt;
-  }
-  return Note{json["update_id"].get<std::string>(),
-              json["version"].get<int64_t>()};
 }
 
 }  // namespace
@@ -257,8 +232,8 @@ void Checkpoints::CompleteCheckpoint(const v1::CompleteCheckpoint& command) {
     return;
   }
   Start(command.command_id(), command.checkpoint().path(),
-        [this, command](const CancelFlag&) {
-          auto shards = Complete(command);
+        [this, command](const CancelFlag& cancel) {
+          auto shards = Complete(command, cancel);
           return Written(command.command_id(), shards.status(), 0,
                          shards.ok() ? *shards : 0);
         });
@@ -522,17 +497,19 @@ absl::StatusOr<int64_t> Checkpoints::Write(const v1::WriteCheckpoint& command,
 absl::Status Checkpoints::CopyTemplate(const RootedDirectory& root,
                                        const std::string& from,
                                        const std::string& to, int depth,
-                                       int* files) {
+                                       const CancelFlag& cancel, int* files) {
   auto names = root.List(from);
   if (!names.ok()) return names.status();
   for (const std::string& name : *names) {
     if (name[0] == '.' || transport::IsWeightFile(name)) continue;
+    if (cancel.cancelled()) return cancel.status();
     const std::string source = Join(from, name);
     if (root.OpenDirectory(source).ok()) {
       if (depth >= kMaxTemplateDepth) continue;
       absl::Status status = root.MakeDirectory(Join(to, name), true);
       if (status.ok()) {
-        status = CopyTemplate(root, source, Join(to, name), depth + 1, files);
+        status = CopyTemplate(root, source, Join(to, name), depth + 1, cancel,
+                              files);
       }
       if (!status.ok()) return status;
       continue;
@@ -551,8 +528,8 @@ absl::Status Checkpoints::CopyTemplate(const RootedDirectory& root,
   return depth == 0 ? absl::OkStatus() : root.Sync(to);
 }
 
-absl::StatusOr<int> Checkpoints::Complete(
-    const v1::CompleteCheckpoint& command) {
+absl::StatusOr<int> Checkpoints::Complete(const v1::CompleteCheckpoint& command,
+                                          const CancelFlag& cancel) {
   auto root = Root();
   if (!root.ok()) return root.status();
   auto plan = MakePlan(command.layout_id(), command.max_shard_bytes());
@@ -566,8 +543,8 @@ absl::StatusOr<int> Checkpoints::Complete(
   absl::Status status;
   if (!command.template_path().empty()) {
     int files = 0;
-    status =
-        CopyTemplate(**root, command.template_path(), temporary, 0, &files);
+    status = CopyTemplate(**root, command.template_path(), temporary, 0, cancel,
+                          &files);
   }
   if (status.ok() && !plan->files.index.empty()) {
     status = (*root)->WriteNewFile(
@@ -586,6 +563,8 @@ absl::StatusOr<int> Checkpoints::Complete(
         (*root)->RemoveFile(Join(temporary, command.checkpoint().marker()));
   }
   if (status.ok()) status = (*root)->Sync(temporary);
+  // Who has said that it was given up shall be right.
+  if (status.ok() && cancel.cancelled()) status = cancel.status();
   if (status.ok()) {
     status = (*root)->Put(temporary, command.path(), command.overwrite());
   }
@@ -609,7 +588,7 @@ absl::Status Checkpoints::GiveUp(const v1::CompleteCheckpoint& command) {
   absl::Status status = Remove(command.checkpoint().path());
   if (!status.ok() || command.update_id().empty()) return status;
   // The update was aborted with its checkpoint complete.
-  const auto note = ReadNote(**root, command.path());
+  const auto note = ReadCheckpointNote(**root, command.path());
   if (!note.has_value() || note->update_id != command.update_id()) {
     return absl::OkStatus();
   }
@@ -646,106 +625,6 @@ absl::Status Checkpoints::Remove(const std::string& temporary) {
   pin = std::move(it->second.pin);
   jobs_.erase(it);
   return absl::OkStatus();
-}
-
-void Checkpoints::Prune(const v1::PruneCheckpoints& command) {
-  auto root = Root();
-  if (!root.ok() || command.kept() < 1) return;
-  auto names = (*root)->List(command.path());
-  if (!names.ok()) return;
-  const std::set<std::string> busy(command.busy_paths().begin(),
-                                   command.busy_paths().end());
-  std::vector<std::pair<int64_t, std::string>> noted;
-  for (const std::string& name : *names) {
-    const std::string path = Join(command.path(), name);
-    const auto note = ReadNote(**root, path);
-    if (!note.has_value()) continue;
-    if (absl::EndsWith(name, kRemovedSuffix)) {
-      // Of a removal that was cut short.
-      (*root)->RemoveTree(path).IgnoreError();
-    } else {
-      noted.emplace_back(note->version, path);
-    }
-  }
-  std::sort(noted.rbegin(), noted.rend());
-  for (size_t i = static_cast<size_t>(command.kept()); i < noted.size(); ++i) {
-    const std::string& path = noted[i].second;
-    if (busy.count(path) != 0) continue;
-    // Half of it shall never be taken for all.
-    const std::string removed = absl::StrCat(path, kRemovedSuffix);
-    absl::Status status = (*root)->Put(path, removed, false);
-    if (status.ok()) status = (*root)->RemoveTree(removed);
-    LOG_IF(WARNING, !status.ok()) << path << " is not removed: " << status;
-    LOG_IF(INFO, status.ok()) << "removed " << path << ", an older update's";
-  }
-}
-
-// ---- What a process that ended has left ----
-
-void Checkpoints::NoteJob(const std::string& temporary,
-                          const std::string& path) {
-  absl::MutexLock lock(&notes_mutex_);
-  notes_[temporary] = path;
-  WriteNotes();
-}
-
-void Checkpoints::ForgetJob(const std::string& temporary) {
-  absl::MutexLock lock(&notes_mutex_);
-  notes_.erase(temporary);
-  WriteNotes();
-}
-
-void Checkpoints::WriteNotes() {
-  if (options_.state_dir.empty()) return;
-  const std::string path = absl::StrCat(options_.state_dir, "/checkpoints");
-  const std::string fresh = path + ".new";
-  std::string text;
-  for (const auto& note : notes_) {
-    absl::StrAppend(&text, absl::CEscape(note.first), "\t",
-                    absl::CEscape(note.second), "\n");
-  }
-  UniqueFd fd(
-      open(fresh.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
-  const bool written = fd.valid() &&
-                       transport::WriteAt(fd.get(), fresh, text.data(),
-                                          static_cast<int64_t>(text.size()), 0)
-                           .ok() &&
-                       fsync(fd.get()) == 0 &&
-                       rename(fresh.c_str(), path.c_str()) == 0;
-  // Without it a kill leaves a directory that a person must remove.
-  LOG_IF(WARNING, !written) << path << " cannot be written";
-}
-
-void Checkpoints::RemoveLeftovers() {
-  if (options_.state_dir.empty() || options_.root.empty()) return;
-  std::ifstream file(absl::StrCat(options_.state_dir, "/checkpoints"));
-  std::string line;
-  std::map<std::string, std::string> left;
-  while (std::getline(file, line)) {
-    const std::vector<std::string> parts = absl::StrSplit(line, '\t');
-    std::string temporary;
-    std::string path;
-    if (parts.size() == 2 && absl::CUnescape(parts[0], &temporary) &&
-        absl::CUnescape(parts[1], &path)) {
-      left[temporary] = path;
-    }
-  }
-  if (left.empty()) return;
-  auto root = Root();
-  absl::MutexLock lock(&notes_mutex_);
-  for (const auto& job : left) {
-    absl::Status status = root.status();
-    if (status.ok()) status = (*root)->RecoverPut(job.second);
-    if (status.ok()) status = (*root)->RemoveTree(job.first);
-    if (status.ok()) {
-      LOG(INFO) << "removed " << job.first
-                << ", which was not complete when this daemon last ended";
-    } else {
-      LOG(WARNING) << job.first << " is not removed: " << status;
-      notes_[job.first] = job.second;
-    }
-  }
-  WriteNotes();
 }
 
 }  // namespace daemon

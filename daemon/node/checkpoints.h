@@ -48,6 +48,14 @@ namespace daemon {
 // goes by.
 inline constexpr char kCheckpointNote[] = ".weightsync.json";
 
+struct CheckpointNote {
+  std::string update_id;
+  int64_t version = 0;
+};
+// Of the update whose checkpoint a directory is; nullopt: of none.
+absl::optional<CheckpointNote> ReadCheckpointNote(
+    const transport::RootedDirectory& root, const std::string& directory);
+
 // Thread-safe.
 class Checkpoints {
  public:
@@ -124,13 +132,14 @@ class Checkpoints {
                          const v1::WriteCheckpoint& command, const Plan& plan);
   absl::StatusOr<int64_t> Write(const v1::WriteCheckpoint& command,
                                 const CancelFlag& cancel);
-  absl::StatusOr<int> Complete(const v1::CompleteCheckpoint& command);
+  absl::StatusOr<int> Complete(const v1::CompleteCheckpoint& command,
+                               const CancelFlag& cancel);
   absl::Status GiveUp(const v1::CompleteCheckpoint& command);
   void Prune(const v1::PruneCheckpoints& command);
   // Copies what is no weight, and is no link.
   absl::Status CopyTemplate(const transport::RootedDirectory& root,
                             const std::string& from, const std::string& to,
-                            int depth, int* files);
+                            int depth, const CancelFlag& cancel, int* files);
   // Removes the temporary directory when nobody of this node writes there any
   // more, and forgets it.
   absl::Status Remove(const std::string& temporary);
