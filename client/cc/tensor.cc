@@ -111,9 +111,6 @@ absl::Status CheckTensors(absl::Span<const Tensor> tensors, bool unique_names) {
   for (const Tensor& tensor : tensors) {
     const absl::Status status = CheckTensor(tensor);
     if (!status.ok()) return status;
-    if (tensor.data == nullptr) {
-      return Invalid("MEMORY_OUT_OF_RANGE", tensor, "it has no memory.");
-    }
     if (unique_names && !names.insert(tensor.name).second) {
       return Invalid("DUPLICATE_NAME", tensor, "the name occurs twice.");
     }

@@ -48,7 +48,7 @@ absl::Status CheckMemory(const WorkerOptions& options,
   for (const Tensor& tensor : tensors) {
     if ((tensor.data == nullptr) == (options.take != nullptr)) continue;
     return ErrorStatus(
-        absl::StatusCode::kInvalidArgument, "TENSOR_MEMORY_INVALID",
+        absl::StatusCode::kInvalidArgument, "MEMORY_OUT_OF_RANGE",
         absl::StrCat(tensor.name,
                      options.take
                          ? " has memory: a worker that takes its tensors over "

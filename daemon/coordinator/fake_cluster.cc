@@ -498,6 +498,7 @@ void FakeCluster::Answer(const std::string& name,
       return;
     }
     case v1::NodeCommand::kDropUpdate:
+      pinned.erase({name, command.drop_update().update_id()});
       node.updates.erase(command.drop_update().update_id());
       return;
     case v1::NodeCommand::kDigestWorker: {
