@@ -499,6 +499,8 @@ class CoordinatorCore {
   void FetchFailed(ModelRun* model, const std::string& node,
                    const Fault& fault);
   void MoveFetch(ModelRun* model);
+  void EndFetchOn(ModelRun* model, const FetchRun& fetch,
+                  const std::string& name, const Fault& fault);
   void EndFetch(ModelRun* model);
   void TickFetch(ModelRun* model);
   // The node has said that it lacks bytes that were thought to be there.

@@ -614,13 +614,7 @@ void CoordinatorCore::FetchFailed(ModelRun* model, const std::string& name,
   for (const std::string& target : failed) {
     fetch->targets.erase(target);
     fetch->preparing.erase(target);
-    const NodeRun* node = FindNode(target);
-    v1::EndUpdate* end = SendTo(target)->mutable_end_update();
-    end->set_model(model->name);
-    end->set_update_id(fetch->of.update_id);
-    // What it had before stays.
-    end->set_committed(node != nullptr && node->Holds(fetch->of.update_id));
-    *end->mutable_failure() = ToProto(fault);
+    EndFetchOn(model, *fetch, target, fault);
   }
   const UpdateKey key = fetch->update;
   if (fetch->targets.empty()) {
@@ -641,17 +635,28 @@ void CoordinatorCore::FetchFailed(ModelRun* model, const std::string& name,
   if (model->fetch == nullptr) SettleAll(model);
 }
 
+void CoordinatorCore::EndFetchOn(ModelRun* model, const FetchRun& fetch,
+                                 const std::string& name, const Fault& fault) {
+  const NodeRun* node = FindNode(name);
+  // What it had before stays.
+  const bool holds = node != nullptr && node->Holds(fetch.of.update_id);
+  v1::EndUpdate* end = SendTo(name)->mutable_end_update();
+  end->set_model(model->name);
+  end->set_update_id(fetch.of.update_id);
+  end->set_committed(holds);
+  if (!fault.ok()) *end->mutable_failure() = ToProto(fault);
+  // With what it had of it the node gives up the pin: the next fetch has it
+  // pinned anew.
+  if (!holds) model->pins.erase({name, fetch.of.update_id});
+}
+
 void CoordinatorCore::EndFetch(ModelRun* model) {
   const std::unique_ptr<FetchRun> fetch = std::move(model->fetch);
   std::set<std::string> members = fetch->holders;
   members.insert(fetch->targets.begin(), fetch->targets.end());
   members.insert(fetch->done.begin(), fetch->done.end());
   for (const std::string& member : members) {
-    const NodeRun* node = FindNode(member);
-    v1::EndUpdate* end = SendTo(member)->mutable_end_update();
-    end->set_model(model->name);
-    end->set_update_id(fetch->of.update_id);
-    end->set_committed(node != nullptr && node->Holds(fetch->of.update_id));
+    EndFetchOn(model, *fetch, member, Fault());
   }
   Unpin(model);
 }

@@ -553,6 +553,36 @@ TEST(RollbackTest, WhatIsFetchedIsPinnedBeforeItIsWholeAndAgainWhenEvicted) {
   EXPECT_LT(at("send:n2:pin_update"), static_cast<int>(c.trace.size()));
 }
 
+// Found by tests/chaos: the fetch failed after that pin, and the next one was
+// never pinned, and refused by the node, for as long as the rollback held.
+TEST(RollbackTest, WhatIsFetchedInVainIsPinnedAgainByTheNextFetch) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  const std::string first = c.Version().update_id();
+  c.PublishAll(2);
+  c.Run();
+  c.RestartNode("n2");
+  c.Run();
+  c.intercept = [](const std::string&, const Command& command) {
+    return command.has_move_update();
+  };
+  c.Ask(RollbackTo(1));
+  c.Run();
+  c.intercept = nullptr;
+  c.trace.clear();
+  c.Pass(absl::Seconds(121));
+  const auto& trace = c.trace;
+  const auto ended =
+      std::find(trace.begin(), trace.end(), "send:n2:end_update");
+  ASSERT_NE(ended, trace.end());
+  const auto pinned = std::find(ended, trace.end(), "send:n2:pin_update");
+  EXPECT_LT(pinned, std::find(ended, trace.end(), "send:n2:move_update"));
+  EXPECT_NE(pinned, trace.end());
+  ExpectAllServe(c, first);
+}
+
 // Found by tests/chaos: a node lacked a bucket that it was thought to have, and
 // was asked for it again and again until the next publish.
 TEST(RollbackTest, WhatANodeSaysItLacksIsFetchedAgain) {

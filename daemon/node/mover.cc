@@ -247,6 +247,9 @@ void Mover::EndUpdate(const v1::EndUpdate& command) {
                                  command.model(), " has ended"));
   }
   if (!command.committed()) {
+    // Nor is it kept for anybody: an entry that is dropped and pinned takes no
+    // bytes any more, and would refuse the next fetch of the update.
+    Unpin(command.update_id());
     for (auto& run : RunsOf(command.update_id())) {
       if (run != Find(command.update_id())) {
         EndRun(std::move(run), /*committed=*/false, why);
@@ -273,16 +276,17 @@ void Mover::EndUpdate(const v1::EndUpdate& command) {
   }
 }
 
+void Mover::Unpin(const std::string& update_id) {
+  StorePin pin;
+  absl::MutexLock lock(&mutex_);
+  auto it = pins_.find(update_id);
+  if (it == pins_.end()) return;
+  pin = std::move(it->second);
+  pins_.erase(it);
+}
+
 void Mover::PinUpdate(const v1::PinUpdate& command) {
-  if (!command.pin()) {
-    StorePin pin;
-    absl::MutexLock lock(&mutex_);
-    auto it = pins_.find(command.update_id());
-    if (it == pins_.end()) return;
-    pin = std::move(it->second);
-    pins_.erase(it);
-    return;
-  }
+  if (!command.pin()) return Unpin(command.update_id());
   {
     absl::MutexLock lock(&mutex_);
     if (shut_down_ || pins_.contains(command.update_id())) return;
@@ -303,9 +307,7 @@ void Mover::PinUpdate(const v1::PinUpdate& command) {
 }
 
 void Mover::DropUpdate(const v1::DropUpdate& command) {
-  v1::PinUpdate unpin;
-  unpin.set_update_id(command.update_id());
-  PinUpdate(unpin);
+  Unpin(command.update_id());
   store_->Drop(command.update_id(), /*committed_too=*/true);
 }
 

@@ -169,6 +169,8 @@ class Mover {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Lets go of runs whose drivers have ended.
   void Reap();
+  // Ends what PinUpdate began; nothing where it is not pinned.
+  void Unpin(const std::string& update_id) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReportPrepareFailure(const v1::PrepareUpdate& command,
                             const absl::Status& status);
 

@@ -310,6 +310,46 @@ TEST(Fetch, OneThatIsEndingDoesNotDropTheRoomOfTheNext) {
   ExpectBytes(define, model, 1, *live);
 }
 
+// Found by tests/chaos: what a rollback needs is pinned before it is whole; its
+// fetch failed, and the node refused every other one (UPDATE_ENDED) for as long
+// as the rollback held.
+TEST(Fetch, OneThatFailedWhilePinnedCanBeBegunAnew) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 1);
+  TestNode a("a"), b("b"), c("c"), late("late");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  ASSERT_TRUE(Eventually([&] { return b.store().HeldUpdates().size() == 1; }));
+  ASSERT_TRUE(late.layouts().Define(define).ok());
+  const std::vector<int32_t> buckets = AllBuckets(b, define);
+  // Its holder never comes.
+  late.mover().PrepareUpdate(update.FetchCommand(&b, &late, buckets));
+  ASSERT_TRUE(Eventually([&] { return UsedBytes(late) > 0; }));
+  v1::PinUpdate pin;
+  pin.set_model("models/m");
+  pin.set_update_id("u");
+  pin.set_pin(true);
+  late.mover().PinUpdate(pin);
+  v1::EndUpdate end;
+  end.set_model("models/m");
+  end.set_update_id("u");
+  end.set_committed(false);
+  late.mover().EndUpdate(end);
+
+  const v1::PrepareUpdate again = update.FetchCommand(&b, &late, buckets);
+  for (TestNode* node : {&b, &late}) node->mover().PrepareUpdate(again);
+  for (TestNode* node : {&b, &late}) {
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  for (TestNode* node : {&b, &late}) {
+    node->mover().MoveUpdate(update.MoveCommand(node));
+  }
+  late.mover().UpdateManifest(update.manifest());
+  EXPECT_EQ(late.WaitVerified().failure().reason(), "");
+  EXPECT_TRUE(late.store().Holds("u", buckets));
+}
+
 TEST(Fetch, AHolderWithoutTheBytesSaysSo) {
   const v1::DefineLayout define = TwoReceivers();
   TestNode b("b"), late("late");
