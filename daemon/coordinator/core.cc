@@ -290,6 +290,8 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     case v1::NodeReport::kWorkerDigests:
       return WorkerDigests(report.worker_digests());
     case v1::NodeReport::kHello:
+    case v1::NodeReport::kCheckpointWritten:
+    case v1::NodeReport::kCheckpointRead:
     case v1::NodeReport::REPORT_NOT_SET:
       // Of a later release.
       return;
