@@ -245,7 +245,7 @@ class GpuMemoryTest : public ::testing::Test {
   void SetUp() override {
     // Of this process, before a daemon inherits another: it is read once.
     setenv("GPU_SIM_ROLE", "test", 1);
-    gpu_sim::Plant("call=none");
+    gpu_sim::Plant("call=none error=1");
     ASSERT_TRUE(transport::cuda::FindCudart().ok());
     int devices = 0;
     ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
