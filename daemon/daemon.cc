@@ -82,6 +82,19 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   coordinator.max_reconfigurations = options.max_reconfigurations;
   coordinator.bucket_bytes = options.bucket_bytes;
   coordinator.stream_slots = options.stream_slots;
+  coordinator.checkpoint_timeout = deadlines.checkpoint;
+  coordinator.checkpoints_kept = options.checkpoints_kept;
+  switch (options.update) {
+    case Options::Update::kNetwork:
+      coordinator.transfer_medium = v1::TRANSFER_MEDIUM_NETWORK;
+      break;
+    case Options::Update::kDisk:
+      coordinator.transfer_medium = v1::TRANSFER_MEDIUM_DISK;
+      break;
+    case Options::Update::kNetworkOrDisk:
+      coordinator.transfer_medium = v1::TRANSFER_MEDIUM_NETWORK_OR_DISK;
+      break;
+  }
   coordinator.random_id = RandomId;
   return coordinator;
 }

@@ -34,6 +34,7 @@ struct Deadlines {
   absl::Duration apply = absl::Seconds(120);
   absl::Duration resume = absl::Seconds(30);
   absl::Duration publish = absl::Seconds(120);
+  absl::Duration checkpoint = absl::Minutes(10);
   absl::Duration barrier = absl::Seconds(30);
   // Of what operators ask for.
   absl::Duration operation = absl::Minutes(10);
@@ -117,6 +118,14 @@ struct Options {
 
   // STREAM and IN_PLACE: slots of a bucket for each flow on each member.
   int stream_slots = 3;
+
+  // Below which checkpoints are written and read; empty: none are.
+  std::string checkpoint_root;
+  // Of updates by way of disk: how many stay; 0: all.
+  int checkpoints_kept = 2;
+  // --update: how updates travel that do not say it.
+  enum class Update { kNetwork, kDisk, kNetworkOrDisk };
+  Update update = Update::kNetwork;
 
   int apply_attempts = 3;
   int max_reconfigurations = 3;

@@ -56,6 +56,8 @@ int RunDaemon(int argc, char** argv,
   for (int signal : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&signals, signal);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   signal(SIGPIPE, SIG_IGN);
+  // A checkpoint beyond RLIMIT_FSIZE fails alone.
+  signal(SIGXFSZ, SIG_IGN);
   RaiseDescriptorLimit();
   if (prepare) prepare(&*options);
 

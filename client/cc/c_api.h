@@ -136,9 +136,10 @@ typedef struct weightsync_arena {
 
 typedef struct weightsync_shared_memory {
   size_t struct_size;
-  /* As given to shm_open. NULL: that of `fd`, if it has one. */
+  /* As given to shm_open. NULL: what `fd` is of. */
   const char* name;
-  /* Looked at when `name` is NULL; stays the caller's. */
+  /* Used when `name` is NULL: shared memory, a memfd, or an unlinked file. It
+   * stays the caller's, and may be closed. */
   int32_t fd;
   void* data;
   int64_t size_bytes;
@@ -170,6 +171,8 @@ typedef struct weightsync_publish_options {
   int32_t on_straggler;
   int32_t allow_no_recovery;
   int32_t verify_source;
+  /* Of TransferMedium. */
+  int32_t transfer_medium;
 } weightsync_publish_options;
 
 typedef struct weightsync_published {
@@ -226,7 +229,8 @@ weightsync_error* weightsync_trainer_allocate(weightsync_trainer* trainer,
                                               int64_t size_bytes,
                                               double timeout,
                                               weightsync_arena* arena);
-/* Memory that the caller owns. MEMORY_UNNAMED: a memfd or an unlinked file. */
+/* Memory that the caller owns. NOT_MEMORY: `fd` is of something else. What has
+ * no name stays alive until it is forgotten. */
 weightsync_error* weightsync_trainer_use_shared_memory(
     weightsync_trainer* trainer, const weightsync_shared_memory* memory);
 void weightsync_trainer_forget_shared_memory(weightsync_trainer* trainer,
@@ -283,6 +287,26 @@ typedef struct weightsync_applied {
   const char* message;
 } weightsync_applied;
 
+/* Tensors that can be read now, in `take`: see TensorReader. Valid in that
+ * call. */
+typedef struct weightsync_reader weightsync_reader;
+
+typedef struct weightsync_take {
+  const char* update_id;
+  int64_t version;
+  int32_t first;
+  int32_t last;
+  /* Indices into the tensors that were registered. */
+  const int32_t* tensors;
+  size_t tensor_count;
+  weightsync_reader* reader;
+} weightsync_take;
+
+/* To `data`, laid out as it was registered. */
+weightsync_error* weightsync_reader_read(weightsync_reader* reader,
+                                         int32_t tensor, void* data,
+                                         int64_t size_bytes);
+
 typedef struct weightsync_worker_options {
   size_t struct_size;
   const char* address;
@@ -309,6 +333,10 @@ typedef struct weightsync_worker_options {
   /* 0: 20 s, and 5 s. */
   double register_timeout;
   double max_backoff;
+  void (*on_remove)(void* user, weightsync_answer* answer);
+  /* With tensors whose `data` is NULL. */
+  void (*take)(void* user, const weightsync_take* take,
+               weightsync_answer* answer);
 } weightsync_worker_options;
 
 /* `spare`: NULL, or a second set of `count` tensors (options->swap). */
@@ -354,6 +382,8 @@ typedef struct weightsync_resume {
   int32_t weights_changed;
   /* Of PauseMode. */
   int32_t mode;
+  /* The model was removed: go on without it. */
+  int32_t removed;
 } weightsync_resume;
 
 typedef struct weightsync_replica_options {
@@ -376,6 +406,8 @@ typedef struct weightsync_replica_options {
                     weightsync_answer* answer);
   double register_timeout;
   double max_backoff;
+  /* The engine can go on without the model. */
+  int32_t removable;
 } weightsync_replica_options;
 
 weightsync_error* weightsync_replica_start(

@@ -1,5 +1,6 @@
 #include "client/cc/trainer.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -21,7 +22,9 @@
 #include "client/cc/wire_time.h"
 #include "glog/logging.h"
 #include "transport/host/arena.h"
+#include "transport/host/foreign_memory.h"
 #include "transport/host/host_memory.h"
+#include "transport/host/unique_fd.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
 
@@ -61,12 +64,13 @@ class Trainer::Impl {
   }
 
   absl::Status UseSharedMemory(const SharedMemory& memory) {
-    if (memory.name.empty() || memory.name[0] != '/') {
+    if (memory.name.empty() ? memory.fd < 0 : memory.name[0] != '/') {
       return ErrorStatus(absl::StatusCode::kInvalidArgument,
                          "MEMORY_NAME_INVALID",
                          absl::StrCat("\"", memory.name,
                                       "\" is no name of shared memory: give "
-                                      "the one of shm_open, with its slash."));
+                                      "the one of shm_open, with its slash, "
+                                      "or a descriptor."));
     }
     if (memory.data == nullptr || memory.size_bytes <= 0) {
       return ErrorStatus(absl::StatusCode::kInvalidArgument,
@@ -76,6 +80,12 @@ class Trainer::Impl {
                                       "bytes of it (",
                                       memory.size_bytes, ")."));
     }
+    KnownMemory added;
+    added.memory = memory;
+    if (memory.name.empty()) {
+      const absl::Status status = Keep(memory.fd, &added);
+      if (!status.ok()) return status;
+    }
     absl::MutexLock lock(&mutex_);
     const char* data = static_cast<const char*>(memory.data);
     ForgetLocked([&](const SharedMemory& known) {
@@ -83,7 +93,7 @@ class Trainer::Impl {
       return begin < data + memory.size_bytes &&
              data < begin + known.size_bytes;
     });
-    shared_.push_back(memory);
+    shared_.push_back(std::move(added));
     return absl::OkStatus();
   }
 
@@ -229,6 +239,32 @@ class Trainer::Impl {
     TrainerArena arena;
     std::shared_ptr<transport::Segment> segment;
   };
+
+  struct KnownMemory {
+    SharedMemory memory;
+    // Memory without a name: ours as long as it may be registered.
+    transport::UniqueFd fd;
+    v1::OpenFileMemory file;
+  };
+
+  static absl::Status Keep(int fd, KnownMemory* memory) {
+    absl::Status status =
+        transport::CheckIsMemory(fd, absl::StrCat("descriptor ", fd));
+    if (!status.ok()) return status;
+    memory->fd = transport::UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    struct stat held;
+    if (!memory->fd.valid() || fstat(memory->fd.get(), &held) != 0) {
+      return ErrorStatus(absl::StatusCode::kResourceExhausted,
+                         "TOO_MANY_DESCRIPTORS",
+                         absl::StrCat("Descriptor ", fd,
+                                      " cannot be duplicated: this process "
+                                      "has too many open (ulimit -n)."));
+    }
+    memory->file.set_fd(memory->fd.get());
+    memory->file.set_device(held.st_dev);
+    memory->file.set_inode(held.st_ino);
+    return absl::OkStatus();
+  }
 
   std::string Name() const {
     return absl::StrCat("rank ", options_.rank, " of ", options_.model);
@@ -427,6 +463,13 @@ class Trainer::Impl {
     return session_;
   }
 
+  static bool IsSame(const v1::MemoryHandle& a, const v1::MemoryHandle& b) {
+    // Two duplicates of one descriptor may be mapped at two places.
+    return a.kind_case() == b.kind_case() &&
+           a.posix_shm().name() == b.posix_shm().name() &&
+           a.open_file().fd() == b.open_file().fd();
+  }
+
   // The first regions of `request` are arenas_; shared memory that no shard
   // lies in is not named.
   absl::Status AddShard(const Tensor& shard,
@@ -445,17 +488,23 @@ class Trainer::Impl {
           ToTensorShard(shard, static_cast<int>(i), data - arena.data);
       return absl::OkStatus();
     }
-    for (const SharedMemory& memory : shared_) {
+    for (const KnownMemory& known : shared_) {
+      const SharedMemory& memory = known.memory;
       if (!holds(memory.data, memory.size_bytes)) continue;
+      v1::MemoryHandle handle;
+      if (known.fd.valid()) {
+        *handle.mutable_open_file() = known.file;
+      } else {
+        handle.mutable_posix_shm()->set_name(memory.name);
+      }
       int region = static_cast<int>(arenas_.size());
       while (region < request->regions_size() &&
-             request->regions(region).memory().posix_shm().name() !=
-                 memory.name) {
+             !IsSame(request->regions(region).memory(), handle)) {
         ++region;
       }
       if (region == request->regions_size()) {
         v1::MemoryRegion* added = request->add_regions();
-        added->mutable_memory()->mutable_posix_shm()->set_name(memory.name);
+        *added->mutable_memory() = std::move(handle);
         added->set_size_bytes(memory.size_bytes);
       }
       *request->add_shards() = ToTensorShard(
@@ -472,7 +521,10 @@ class Trainer::Impl {
 
   template <typename Fn>
   void ForgetLocked(Fn which) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    shared_.erase(std::remove_if(shared_.begin(), shared_.end(), which),
+    shared_.erase(std::remove_if(shared_.begin(), shared_.end(),
+                                 [&](const KnownMemory& known) {
+                                   return which(known.memory);
+                                 }),
                   shared_.end());
   }
 
@@ -547,7 +599,7 @@ class Trainer::Impl {
   mutable absl::Mutex mutex_;
   std::string session_ ABSL_GUARDED_BY(mutex_);
   std::vector<MappedArena> arenas_ ABSL_GUARDED_BY(mutex_);
-  std::vector<SharedMemory> shared_ ABSL_GUARDED_BY(mutex_);
+  std::vector<KnownMemory> shared_ ABSL_GUARDED_BY(mutex_);
   // Of what is registered.
   GpuRegions gpus_ ABSL_GUARDED_BY(mutex_);
   // Not OK once the lease has ended.
@@ -562,8 +614,8 @@ absl::StatusOr<std::string> SharedMemoryName(int fd) {
   const auto unnamed = [](absl::string_view why) {
     return ErrorStatus(absl::StatusCode::kInvalidArgument, "MEMORY_UNNAMED",
                        absl::StrCat("The descriptor ", why,
-                                    ": place the tensors in an arena, or in "
-                                    "shared memory that keeps its name."));
+                                    ": give the descriptor itself, or place "
+                                    "the tensors in an arena."));
   };
   struct stat held;
   if (fstat(fd, &held) != 0) return unnamed("is not open");

@@ -76,12 +76,18 @@ struct TrainerArena {
   absl::Duration warm_up;
 };
 
-// Memory that the caller made and owns, and that the daemon can open by its
-// name: shared memory of POSIX (shm_open; torch's file_system strategy).
+// Memory that the caller made and owns, and that the daemon can open: by its
+// name, shared memory of POSIX (shm_open; torch's file_system strategy); by a
+// descriptor, what has none (memfd_create, or unlinked; torch's file_descriptor
+// strategy).
 struct SharedMemory {
   // As given to shm_open, with its leading slash. It must stay until the shards
-  // in it are registered no more.
+  // in it are registered no more. Empty: `fd` says it.
   std::string name;
+  // The library keeps a duplicate, and with it the memory, until it is
+  // forgotten. The daemon opens it by way of /proc: both in one pid namespace,
+  // and the daemon root's or of the same user.
+  int fd = -1;
   // Where this process has it mapped, from its beginning.
   void* data = nullptr;
   int64_t size_bytes = 0;
@@ -89,7 +95,7 @@ struct SharedMemory {
 
 // The name of the shared memory that a descriptor is of.
 //   INVALID_ARGUMENT  MEMORY_UNNAMED: it has none (a memfd, or unlinked
-//   already), or is no shared memory: place the tensors in an arena.
+//   already), or is no shared memory of POSIX: give the descriptor itself.
 absl::StatusOr<std::string> SharedMemoryName(int fd);
 
 struct PublishOptions {
@@ -145,7 +151,8 @@ class Trainer {
   // answers MEMORY_UNKNOWN, MEMORY_DENIED (another user's) or
   // MEMORY_OUT_OF_RANGE. Where it overlaps memory that was named before, this
   // takes its place.
-  //   INVALID_ARGUMENT  MEMORY_SIZE_INVALID, MEMORY_NAME_INVALID.
+  //   INVALID_ARGUMENT  MEMORY_SIZE_INVALID, MEMORY_NAME_INVALID, NOT_MEMORY:
+  //   the descriptor is of a file on a disk, of no file, or not open.
   absl::Status UseSharedMemory(const SharedMemory& memory);
   // Takes it back; shards in it stay registered until RegisterShards.
   void ForgetSharedMemory(const void* data);

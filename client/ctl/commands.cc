@@ -5,15 +5,20 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
@@ -21,12 +26,14 @@
 #include "client/cc/wire_time.h"
 #include "client/ctl/format.h"
 #include "client/ctl/help.h"
+#include "client/ctl/mapping.h"
 #include "client/ctl/names.h"
 #include "client/ctl/plan.h"
 #include "client/ctl/render.h"
 #include "nlohmann/json.hpp"
 #include "proto/plan.h"
 #include "proto/status.h"
+#include "schedule/catalog.h"
 #include "schedule/describe.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
@@ -36,14 +43,28 @@ namespace {
 
 constexpr absl::Duration kDefaultTimeout = absl::Seconds(10);
 constexpr absl::Duration kOperationTimeout = absl::Minutes(2);
+// What moves a model to or from a disk.
+constexpr absl::Duration kDiskTimeout = absl::Minutes(10);
+
+// Options with a value, and whose they are.
+constexpr struct {
+  const char* name;
+  const char* command;
+} kCommandOptions[] = {
+    {"--mode", "pause"},           {"--template", "save"},
+    {"--max_shard_bytes", "save"}, {"--version", "load"},
+    {"--pause_mode", "load"},      {"--rules", "names"},
+};
 
 struct Arguments {
   std::string command;
   std::vector<std::string> positional;
   std::string address;
   absl::optional<absl::Duration> timeout;
-  std::string mode;
+  // By kCommandOptions.
+  std::map<std::string, std::string> values;
   bool undo = false;
+  bool overwrite = false;
   bool json = false;
   bool help = false;
   // Those of `plan`.
@@ -76,6 +97,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       parsed.undo = true;
       continue;
     }
+    if (name == "--overwrite") {
+      parsed.overwrite = true;
+      continue;
+    }
     if (name == "--help" || name == "-h") {
       parsed.help = true;
       continue;
@@ -88,8 +113,10 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
     }
     const bool of_plan =
         absl::StartsWith(name, "--") && IsPlanOption(name.substr(2));
-    if (name != "--address" && name != "--timeout" && name != "--mode" &&
-        !of_plan) {
+    const bool of_command = std::any_of(
+        std::begin(kCommandOptions), std::end(kCommandOptions),
+        [&name](const auto& option) { return name == option.name; });
+    if (name != "--address" && name != "--timeout" && !of_command && !of_plan) {
       return usage(absl::StrCat("unknown option ", name));
     }
     if (equals == std::string::npos) {
@@ -106,8 +133,8 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
       parsed.address = value;
       continue;
     }
-    if (name == "--mode") {
-      parsed.mode = value;
+    if (of_command) {
+      parsed.values[name] = value;
       continue;
     }
     absl::Duration timeout;
@@ -122,8 +149,15 @@ absl::StatusOr<Arguments> Parse(const std::vector<std::string>& args,
   if (parsed.undo && parsed.command != "drain") {
     return usage("--undo is an option of drain only");
   }
-  if (!parsed.mode.empty() && parsed.command != "pause") {
-    return usage("--mode is an option of pause only");
+  if (parsed.overwrite && parsed.command != "save") {
+    return usage("--overwrite is an option of save only");
+  }
+  for (const auto& option : kCommandOptions) {
+    if (parsed.values.count(option.name) != 0 &&
+        parsed.command != option.command) {
+      return usage(absl::StrCat(option.name, " is an option of ",
+                                option.command, " only"));
+    }
   }
   if (!parsed.options.empty() && parsed.command != "plan") {
     return usage(absl::StrCat("--", parsed.options[0].first,
@@ -206,15 +240,20 @@ class Ctl {
   int Drain();
   int Delete();
   int Adopt();
+  int Remove();
+  int Names();
   int Plan();
+  int Save();
+  int Load();
 
  private:
   // Of a registered model: its daemon makes the plan.
   absl::StatusOr<v1::PlanResponse> AskPlan(const PlanOrder& order);
 
   absl::Duration timeout() const {
-    return arguments_.timeout.value_or(waits_ ? kOperationTimeout
-                                              : kDefaultTimeout);
+    return arguments_.timeout.value_or(disk_    ? kDiskTimeout
+                                       : waits_ ? kOperationTimeout
+                                                : kDefaultTimeout);
   }
   // What an operator asks for takes its time; the daemon's own answer, which
   // names who is missing, comes before the call's deadline.
@@ -280,6 +319,23 @@ class Ctl {
     return absl::OkStatus();
   }
 
+  absl::Status GetCluster(v1::Cluster* cluster) {
+    return Call("GetCluster", [&](grpc::ClientContext* context) {
+      return stub_->GetCluster(context, v1::GetClusterRequest(), cluster);
+    });
+  }
+
+  // Prints a list. One that is empty because the coordinator has lost its
+  // journal, and knows of nothing, says so instead.
+  int PrintList(const google::protobuf::Message& list, int size,
+                const std::function<std::string()>& text) {
+    v1::Cluster cluster;
+    if (size == 0 && GetCluster(&cluster).ok() && cluster.has_blocked()) {
+      return Fail(FromFailure(cluster.blocked()));
+    }
+    return Print(list, text);
+  }
+
   absl::Status ListNodes(v1::ListNodesResponse* response) {
     return ListAll("ListNodes", v1::ListNodesRequest(), response,
                    [this](auto* c, const auto& q, auto* r) {
@@ -311,6 +367,34 @@ class Ctl {
                    });
   }
 
+  // "" where it was not given.
+  std::string Value(const std::string& option) const {
+    auto it = arguments_.values.find(option);
+    return it == arguments_.values.end() ? std::string() : it->second;
+  }
+  absl::StatusOr<v1::PauseMode> PauseModeOf(const std::string& option) const {
+    const std::string value = Value(option);
+    v1::PauseMode mode = v1::PAUSE_MODE_UNSPECIFIED;
+    if (!value.empty() &&
+        !v1::PauseMode_Parse(
+            absl::StrCat("PAUSE_MODE_", absl::AsciiStrToUpper(value)), &mode)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(option, " ", value, " is none of abort, drain, keep"));
+    }
+    return mode;
+  }
+  absl::StatusOr<int64_t> NumberOf(const std::string& option) const {
+    const std::string value = Value(option);
+    int64_t number = 0;
+    if (!value.empty() && (!absl::SimpleAtoi(value, &number) || number < 1)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(option, " ", value, " is no positive number"));
+    }
+    return number;
+  }
+  // One side of `names`: a file, a model, or what a replica's workers take.
+  absl::StatusOr<std::vector<NamedTensor>> ReadNames(const std::string& source);
+
   // The version that `watch` follows.
   absl::StatusOr<std::string> WatchedName();
 
@@ -324,6 +408,7 @@ class Ctl {
   const std::unique_ptr<v1::AdminService::Stub> stub_;
   const Screen& screen_;
   bool waits_ = false;
+  bool disk_ = false;
 };
 
 int Ctl::Status() {
@@ -332,9 +417,7 @@ int Ctl::Status() {
   v1::ListNodesResponse nodes;
   v1::ListModelsResponse models;
   v1::ListReplicasResponse replicas;
-  absl::Status status = Call("GetCluster", [&](grpc::ClientContext* context) {
-    return stub_->GetCluster(context, v1::GetClusterRequest(), &cluster);
-  });
+  absl::Status status = GetCluster(&cluster);
   if (status.ok()) status = ListNodes(&nodes);
   if (status.ok()) status = ListModels(&models);
   if (status.ok()) status = ListReplicas("models/-", &replicas);
@@ -472,8 +555,13 @@ int Ctl::Watch() {
                             "had ended."));
   }
   if (absl::IsDeadlineExceeded(status) && arguments_.timeout.has_value()) {
-    // Asked for; the newest version is followed until then.
-    if (latest) return kExitOk;
+    // Asked for; the newest version is followed until then. But silence may be
+    // that of a coordinator which does not answer.
+    if (latest) {
+      v1::Cluster cluster;
+      const absl::Status alive = GetCluster(&cluster);
+      return alive.ok() ? kExitOk : Fail(alive);
+    }
     return Fail(ErrorStatus(
         absl::StatusCode::kDeadlineExceeded, "WATCH_TIMEOUT",
         absl::StrCat(*name, " goes on after ",
@@ -487,8 +575,8 @@ int Ctl::Models() {
     v1::ListModelsResponse response;
     const absl::Status status = ListModels(&response);
     if (!status.ok()) return Fail(status);
-    return Print(response,
-                 [&] { return RenderModels(ToVector(response.models())); });
+    return PrintList(response, response.models_size(),
+                     [&] { return RenderModels(ToVector(response.models())); });
   }
   if (arguments_.positional.size() > 1) return Usage("models takes one MODEL");
   const auto name = ParseTopName(arguments_.positional[0], "models");
@@ -519,7 +607,7 @@ int Ctl::Versions() {
     v1::ListVersionsResponse response;
     const absl::Status status = ListVersions(name.model, &response);
     if (!status.ok()) return Fail(status);
-    return Print(response, [&] {
+    return PrintList(response, response.versions_size(), [&] {
       return RenderVersions(ToVector(response.versions()), absl::Now());
     });
   }
@@ -549,8 +637,9 @@ int Ctl::Replicas() {
     v1::ListReplicasResponse response;
     const absl::Status status = ListReplicas(name.model, &response);
     if (!status.ok()) return Fail(status);
-    return Print(response,
-                 [&] { return RenderReplicas(ToVector(response.replicas())); });
+    return PrintList(response, response.replicas_size(), [&] {
+      return RenderReplicas(ToVector(response.replicas()));
+    });
   }
   v1::GetReplicaRequest request;
   request.set_name(name.resource);
@@ -568,7 +657,7 @@ int Ctl::Nodes() {
     v1::ListNodesResponse response;
     const absl::Status status = ListNodes(&response);
     if (!status.ok()) return Fail(status);
-    return Print(response, [&] {
+    return PrintList(response, response.nodes_size(), [&] {
       return RenderNodes(ToVector(response.nodes()), absl::Now());
     });
   }
@@ -635,16 +724,9 @@ int Ctl::Pause() {
   if (!name.has_value()) return kExitUsage;
   v1::PauseReplicaRequest request;
   request.set_name(*name);
-  if (!arguments_.mode.empty()) {
-    v1::PauseMode mode;
-    if (!v1::PauseMode_Parse(
-            absl::StrCat("PAUSE_MODE_", absl::AsciiStrToUpper(arguments_.mode)),
-            &mode)) {
-      return Usage(absl::StrCat("--mode ", arguments_.mode,
-                                " is none of abort, drain, keep"));
-    }
-    request.set_mode(mode);
-  }
+  const absl::StatusOr<v1::PauseMode> mode = PauseModeOf("--mode");
+  if (!mode.ok()) return UsageOf(mode.status());
+  request.set_mode(*mode);
   SayTimeout(&request);
   v1::Replica replica;
   const absl::Status status =
@@ -710,6 +792,31 @@ int Ctl::Release() {
   });
 }
 
+int Ctl::Remove() {
+  if (arguments_.positional.size() != 1) return Usage("remove needs a MODEL");
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::RemoveModelRequest request;
+  request.set_name(*name);
+  SayTimeout(&request);
+  v1::Model model;
+  const absl::Status status =
+      Call("RemoveModel", [&](grpc::ClientContext* context) {
+        return stub_->RemoveModel(context, request, &model);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(model, [&] {
+    return model.removed()
+               ? absl::StrCat(model.name(),
+                              " is removed: no engine has it, until it is "
+                              "published again\n")
+               : absl::StrCat(model.name(),
+                              " was removed, and published again "
+                              "meanwhile: ",
+                              model.active_version(), "\n");
+  });
+}
+
 int Ctl::Verify() {
   const auto name = OneName("replicas", "verify needs a REPLICA");
   if (!name.has_value()) return kExitUsage;
@@ -743,6 +850,81 @@ int Ctl::Verify() {
     return out;
   });
   return printed == kExitOk && !response.equal() ? kExitError : printed;
+}
+
+absl::StatusOr<std::vector<NamedTensor>> Ctl::ReadNames(
+    const std::string& source) {
+  std::vector<NamedTensor> tensors;
+  if (!absl::StartsWith(source, "models/")) {
+    const absl::StatusOr<schedule::Catalog> catalog = ReadCatalog(source);
+    if (!catalog.ok()) return catalog.status();
+    for (const schedule::Param& param : catalog->params()) {
+      tensors.push_back({param.name,
+                         std::string(schedule::DTypeName(param.dtype)),
+                         {param.shape.begin(), param.shape.end()}});
+    }
+    return tensors;
+  }
+  const auto add = [&tensors](const auto& tensor) {
+    tensors.push_back({tensor.name(),
+                       std::string(absl::StripPrefix(
+                           v1::DType_Name(tensor.dtype()), "DTYPE_")),
+                       {tensor.shape().begin(), tensor.shape().end()}});
+  };
+  if (absl::StrContains(source, "/replicas/")) {
+    v1::GetReplicaRequest request;
+    request.set_name(source);
+    v1::Replica replica;
+    const absl::Status status =
+        Call("GetReplica", [&](grpc::ClientContext* context) {
+          return stub_->GetReplica(context, request, &replica);
+        });
+    if (!status.ok()) return status;
+    // Each worker has its part of most of them.
+    std::set<std::string> seen;
+    for (const v1::Worker& worker : replica.workers()) {
+      for (const v1::WantedTensor& tensor : worker.tensors()) {
+        if (seen.insert(tensor.name()).second) add(tensor);
+      }
+    }
+    return tensors;
+  }
+  v1::GetModelRequest request;
+  request.set_name(source);
+  v1::Model model;
+  const absl::Status status =
+      Call("GetModel", [&](grpc::ClientContext* context) {
+        return stub_->GetModel(context, request, &model);
+      });
+  if (!status.ok()) return status;
+  for (const v1::Parameter& parameter : model.parameters()) add(parameter);
+  return tensors;
+}
+
+int Ctl::Names() {
+  if (arguments_.positional.size() != 2) {
+    return Usage("names needs a TRAINER and an ENGINE");
+  }
+  std::vector<NameRule> rules;
+  if (!Value("--rules").empty()) {
+    const absl::StatusOr<std::string> text = ReadTextFile(Value("--rules"));
+    if (!text.ok()) return Fail(text.status());
+    absl::StatusOr<std::vector<NameRule>> parsed = ParseNameRules(*text);
+    if (!parsed.ok()) return Fail(parsed.status());
+    rules = *std::move(parsed);
+  }
+  std::vector<NamedTensor> sides[2];
+  for (int side = 0; side < 2; ++side) {
+    auto read = ReadNames(arguments_.positional[side]);
+    if (!read.ok()) return Fail(read.status());
+    sides[side] = *std::move(read);
+  }
+  const absl::StatusOr<NameMapping> mapping =
+      MapNames(sides[0], sides[1], rules);
+  if (!mapping.ok()) return Fail(mapping.status());
+  *screen_.out << (arguments_.json ? MappingJson(*mapping)
+                                   : RenderMapping(*mapping));
+  return mapping->Fits() ? kExitOk : kExitError;
 }
 
 int Ctl::Drain() {
@@ -794,6 +976,69 @@ int Ctl::Delete() {
         return stub_->DeleteReplica(context, request, &response);
       });
   return status.ok() ? Print(response, forgotten) : Fail(status);
+}
+
+int Ctl::Save() {
+  std::vector<std::string> names = arguments_.positional;
+  if (names.size() == 3) {
+    names = {absl::StrCat(names[0], "/", names[1]), names[2]};
+  }
+  if (names.size() != 2) return Usage("save needs a VERSION and a PATH");
+  const absl::StatusOr<Name> version = ParseName(names[0], "versions");
+  if (!version.ok()) return UsageOf(version.status());
+  const absl::StatusOr<int64_t> shard_bytes = NumberOf("--max_shard_bytes");
+  if (!shard_bytes.ok()) return UsageOf(shard_bytes.status());
+  v1::SaveVersionRequest request;
+  request.set_name(version->resource.empty()
+                       ? absl::StrCat(version->model, "/versions/latest")
+                       : version->resource);
+  request.set_path(names[1]);
+  request.set_template_path(Value("--template"));
+  request.set_max_shard_bytes(*shard_bytes);
+  request.set_overwrite(arguments_.overwrite);
+  disk_ = true;
+  SayTimeout(&request);
+  v1::SaveVersionResponse response;
+  const absl::Status status =
+      Call("SaveVersion", [&](grpc::ClientContext* context) {
+        return stub_->SaveVersion(context, request, &response);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(response, [&] {
+    return absl::StrCat(
+        "version ", response.version(), " is at ", response.path(), ": ",
+        response.tensor_count(), " tensors, ",
+        HumanBytes(response.written_bytes()), " in ", response.shard_count(),
+        response.shard_count() == 1 ? " file" : " files", ", written in ",
+        HumanDuration(client::FromProto(response.save_duration())), " by ",
+        absl::StrJoin(response.nodes(), ", "), "\n");
+  });
+}
+
+int Ctl::Load() {
+  if (arguments_.positional.size() != 2) {
+    return Usage("load needs a MODEL and a PATH");
+  }
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  const absl::StatusOr<int64_t> number = NumberOf("--version");
+  if (!number.ok()) return UsageOf(number.status());
+  const absl::StatusOr<v1::PauseMode> mode = PauseModeOf("--pause_mode");
+  if (!mode.ok()) return UsageOf(mode.status());
+  v1::LoadVersionRequest request;
+  request.set_name(*name);
+  request.set_path(arguments_.positional[1]);
+  request.set_version(*number);
+  request.mutable_options()->set_pause_mode(*mode);
+  disk_ = true;
+  SayTimeout(&request);
+  v1::Version version;
+  const absl::Status status =
+      Call("LoadVersion", [&](grpc::ClientContext* context) {
+        return stub_->LoadVersion(context, request, &version);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(version, [&] { return RenderVersion(version, absl::Now()); });
 }
 
 int Ctl::Adopt() {
@@ -917,6 +1162,8 @@ int Run(const std::vector<std::string>& args,
       {"rollback", &Ctl::Rollback}, {"release", &Ctl::Release},
       {"verify", &Ctl::Verify},     {"drain", &Ctl::Drain},
       {"delete", &Ctl::Delete},     {"adopt", &Ctl::Adopt},
+      {"save", &Ctl::Save},         {"load", &Ctl::Load},
+      {"remove", &Ctl::Remove},     {"names", &Ctl::Names},
   };
   for (const auto& command : kCommands) {
     if (arguments.command != command.name) continue;

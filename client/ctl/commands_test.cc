@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -30,6 +31,12 @@ class FakeAdmin : public v1::AdminService::Service {
                           v1::Cluster* cluster) override {
     cluster->set_cluster_id("c0ffee00");
     cluster->set_coordinator("nodes/a");
+    if (blocked) {
+      cluster->mutable_blocked()->set_code(9);
+      cluster->mutable_blocked()->set_reason("JOURNAL_LOST");
+      cluster->mutable_blocked()->set_message("Say `weightsyncctl adopt`.");
+    }
+    while (silent) absl::SleepFor(absl::Milliseconds(5));
     return failure;
   }
   grpc::Status ListNodes(grpc::ServerContext*, const v1::ListNodesRequest* q,
@@ -86,6 +93,8 @@ class FakeAdmin : public v1::AdminService::Service {
   std::vector<std::string> models = {"models/m"};
   std::vector<v1::Version> watched;
   bool hang = false;
+  std::atomic<bool> silent{false};
+  bool blocked = false;
   // What the calls asked for.
   std::vector<std::string> parents;
 };
@@ -225,7 +234,21 @@ TEST_F(CommandsTest, WatchEndsAtItsTimeout) {
   EXPECT_THAT(err_.str(), HasSubstr("WATCH_TIMEOUT"));
   // The newest version is followed until one stops it.
   EXPECT_EQ(Ctl({"watch", "--timeout=300ms"}), kExitOk);
+  // Nothing was heard, of a coordinator that does not answer either.
+  admin_.silent = true;
+  EXPECT_EQ(Ctl({"watch", "m/latest", "--timeout=300ms"}), kExitUnreachable);
+  admin_.silent = false;
   EXPECT_EQ(admin_.parents.back(), "models/m/versions/latest");
+}
+
+TEST_F(CommandsTest, AListIsNotEmptyBecauseTheJournalIsLost) {
+  EXPECT_EQ(Ctl({"versions"}), kExitOk);
+  EXPECT_EQ(out_.str(), "No versions.\n");
+  admin_.blocked = true;
+  EXPECT_EQ(Ctl({"versions"}), kExitError);
+  EXPECT_EQ(out_.str(), "");
+  EXPECT_THAT(err_.str(), HasSubstr("JOURNAL_LOST"));
+  EXPECT_EQ(Ctl({"replicas"}), kExitOk);  // there are some
 }
 
 TEST_F(CommandsTest, WatchWithoutANameNeedsOneModel) {

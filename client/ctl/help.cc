@@ -88,6 +88,31 @@ Installs the newest committed version and follows new ones again.
 Has every worker digest its live memory. Exit code 1 when something differs;
 the tensors are named.
 )"},
+    {"save", "write a version as a checkpoint",
+     R"(weightsyncctl save VERSION PATH [--template DIR] [--max_shard_bytes N]
+                   [--overwrite] [--json]
+weightsyncctl save MODEL N PATH [...]
+
+Writes a committed version as Hugging Face safetensors to directory PATH below
+the daemons' --checkpoint_root: shards, model.safetensors.index.json, then what
+--template (a directory below it, too) has beside weights. Complete, or not
+there at all.
+
+  --template DIR        whose config and tokenizer files are copied
+  --max_shard_bytes N   of one file (default 5000000000)
+  --overwrite           put in place of a checkpoint that is there, at once
+)"},
+    {"load", "publish the weights of a checkpoint",
+     R"(weightsyncctl load MODEL PATH [--version N] [--pause_mode abort|drain|keep]
+                   [--json]
+
+Reads the safetensors at PATH (a directory or a file below --checkpoint_root)
+into the nodes of MODEL's workers and installs them as a new version; returns
+when it is served. Needs no trainer.
+
+  --version N       above every one before (default: the next)
+  --pause_mode M    what engines do with their requests (default drain)
+)"},
     {"drain", "take a node out",
      R"(weightsyncctl drain NODE [--undo] [--json]
 
@@ -99,6 +124,13 @@ and its store is no holder any more; --undo takes that back.
 
 Forgets a version that nobody serves and frees its bytes, or a replica that is
 gone. MODEL/3 is a version, MODEL/NAME a replica.
+)"},
+    {"remove", "take a model (an adapter) out of every engine",
+     R"(weightsyncctl remove MODEL [--json]
+
+Every replica of MODEL pauses, drops it and goes on without it; its versions are
+forgotten and their bytes freed. The next publish brings it back, with the
+number after the highest. Only where all replicas registered it as removable.
 )"},
     {"adopt", "go on after the journal was lost",
      R"(weightsyncctl adopt [CLUSTER] [--json]
@@ -143,6 +175,28 @@ daemon at --address.
                             (default 1)
   --worker R:T              lists every copy of that worker; may be repeated
 )"},
+    {"names", "what rules make of a trainer's names",
+     R"(weightsyncctl names TRAINER ENGINE [--rules RULES.json] [--json]
+
+Shows old and new name of every tensor of TRAINER, and what is left over or
+differs between it and ENGINE. Each is a .safetensors file, a model's
+.index.json, models/MODEL (what its trainers registered), or
+models/MODEL/replicas/NAME (what its workers take). Exit code 1 when something
+is left over or differs.
+
+RULES.json is a list of rules, applied in their order, each to what the one
+before it left; patterns are RE2,  to \9 are their groups:
+
+  [{"rename": ["^transformer\.h\.", "model.layers."]},
+   {"drop": "inv_freq$"},
+   {"split": {"pattern": "qkv_proj", "names": ["q_proj", "k_proj", "v_proj"],
+              "sizes": [4096, 1024, 1024]}},
+   {"split_qkv": {"pattern": "qkv_proj", "heads": 32, "kv_heads": 8,
+                  "head_dim": 128, "interleaved": true}},
+   {"split_gate_up": "gate_up_proj"},
+   {"fuse": {"pattern": "(gate|up)_proj", "parts": ["gate", "up"],
+             "name": "gate_up_proj", "sizes": [8, 8]}}]
+)"},
     {"help", "this, or help about a command", "weightsyncctl help [COMMAND]\n"},
 };
 
@@ -167,7 +221,8 @@ usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
                      this machine (/run/weightsync/weightsyncd.sock, else
                      127.0.0.1:7670).
   --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; pause,
-                     resume, rollback, release and verify: 2m; watch: never.
+                     resume, rollback, release, remove and verify: 2m; save and
+                     load: 10m; watch: never.
   --json             protobuf JSON, for programs; errors are one object on
                      stderr: {"code", "reason", "message"}
 

@@ -331,6 +331,10 @@ std::string RenderModels(const std::vector<v1::Model>& models) {
                       "`weightsyncctl release ",
                       LastPart(model.name()), "`\n");
     }
+    if (model.removed()) {
+      absl::StrAppend(&out, LastPart(model.name()),
+                      " was removed: no engine has it until it is published\n");
+    }
     if (!model.blocked_reason().empty()) {
       absl::StrAppend(&out, LastPart(model.name()),
                       " cannot be published: ", model.blocked_reason(), "\n");
@@ -466,6 +470,7 @@ std::string RenderModel(const v1::Model& model) {
   if (!model.held_version().empty()) {
     fields.Add("held at", model.held_version());
   }
+  if (model.removed()) fields.Add("removed", "until it is published again");
   fields.Add("floor", Number(model.floor_version()));
   fields.Add("replicas", absl::StrCat(model.replica_count(), " with ",
                                       model.worker_count(), " workers"));

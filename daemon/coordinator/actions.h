@@ -55,16 +55,15 @@ struct PrepareDone {
 };
 
 // The calls of AdminService that change something.
-using AdminRequest =
-    absl::variant<v1::PauseReplicaRequest, v1::ResumeReplicaRequest,
-                  v1::RollbackModelRequest, v1::ReleaseModelRequest,
-                  v1::VerifyReplicaRequest, v1::DrainNodeRequest,
-                  v1::DeleteVersionRequest, v1::DeleteReplicaRequest,
-                  v1::AdoptClusterRequest>;
+using AdminRequest = absl::variant<
+    v1::PauseReplicaRequest, v1::ResumeReplicaRequest, v1::RollbackModelRequest,
+    v1::ReleaseModelRequest, v1::VerifyReplicaRequest, v1::DrainNodeRequest,
+    v1::DeleteVersionRequest, v1::DeleteReplicaRequest, v1::AdoptClusterRequest,
+    v1::SaveVersionRequest, v1::LoadVersionRequest, v1::RemoveModelRequest>;
 using AdminResponse =
     absl::variant<v1::Replica, v1::Model, v1::VerifyReplicaResponse, v1::Node,
                   v1::DeleteVersionResponse, v1::DeleteReplicaResponse,
-                  v1::Cluster>;
+                  v1::Cluster, v1::SaveVersionResponse, v1::Version>;
 
 // Answers OnAdminRequest.
 struct AdminDone {

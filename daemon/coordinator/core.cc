@@ -188,6 +188,7 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
     }
   }
   DrainQueue();
+  TickCheckpoints();
   UpdateEvent tick;
   ReplicaEvent replica_tick;
   for (auto& entry : models_) {
@@ -201,6 +202,7 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
     TryOpen(&model);
     TickPrepare(&model);
     TickFetch(&model);
+    TickLoads(&model);
     for (auto& replica : model.replicas) {
       if (replica.second.not_before == absl::InfinitePast() ||
           now < replica.second.not_before) {
@@ -270,7 +272,7 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     case v1::NodeReport::kPublishArrived:
       return PublishArrived(node, correlation, report.publish_arrived());
     case v1::NodeReport::kRankSnapshotted:
-      return RankSnapshotted(report.rank_snapshotted());
+      return RankSnapshotted(node->name, report.rank_snapshotted());
     case v1::NodeReport::kUpdatePrepared:
       return UpdatePrepared(node->name, report.update_prepared());
     case v1::NodeReport::kUpdateProgress:
@@ -289,6 +291,10 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     }
     case v1::NodeReport::kWorkerDigests:
       return WorkerDigests(report.worker_digests());
+    case v1::NodeReport::kCheckpointWritten:
+      return CheckpointWritten(report.checkpoint_written());
+    case v1::NodeReport::kCheckpointRead:
+      return CheckpointRead(node->name, report.checkpoint_read());
     case v1::NodeReport::kHello:
     case v1::NodeReport::kCheckpointWritten:
     case v1::NodeReport::kCheckpointRead:
@@ -427,6 +433,15 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
     // one that the journal before an adopted one has ended and that this node
     // was not told of; what it knows to be committed it does not drop.
     if (now_ < adopting_until_) continue;
+    if (model.removed) {
+      for (const v1::HeldUpdate& held : node->hello.held_updates()) {
+        if (held.model() == model.name && node->Holds(held.update_id()) &&
+            model.FindUpdate(held.update_id()) == nullptr) {
+          DropHeld(node, model.name, held.update_id());
+        }
+      }
+      continue;
+    }
     const int64_t remembered =
         model.commits.empty() ? 0 : model.commits.front().version;
     for (const v1::HeldUpdate& held : node->hello.held_updates()) {
@@ -520,6 +535,7 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
       Step(&replica.second, ReplicaEvent());
     }
   }
+  SayCheckpointsAgain(node->name);
   UpdateEvent back;
   back.kind = UpdateEvent::kNodeBack;
   PostNode(node->name, back);
@@ -539,6 +555,7 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
   node->held.clear();
   node->fetched.clear();
   LOG(WARNING) << fault.message;
+  LoseCheckpoints(node->name, fault);
   UpdateEvent lost;
   lost.kind = UpdateEvent::kNodeLost;
   lost.fault = fault;

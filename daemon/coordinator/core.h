@@ -8,7 +8,11 @@
 //   core_install.cc  install an update from a holder: late join, repair,
 //                    rollback; fetching it to a node that lacks it
 //   core_admin.cc    what operators ask for: pause, rollback, drain, adopt, …
+//   core_remove.cc   RemoveModel: taking a model out of its engines
 //   core_verify.cc   VerifyReplica
+//   core_checkpoint.cc  checkpoints that nodes write: SaveVersion, updates by
+//                    way of disk
+//   core_load.cc     LoadVersion
 //   core_prepare.cc  AdminService.Prepare
 //   core_plan.cc     plans of updates, and what ended ones teach about rates
 //   core_recovery.cc what a new term makes of the journal
@@ -33,6 +37,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "daemon/coordinator/actions.h"
+#include "daemon/coordinator/checkpoint_machine.h"
 #include "daemon/coordinator/convert.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/known_layout.h"
@@ -130,6 +135,55 @@ struct UpdateRun {
   std::string group_secret;
   int64_t publish_index = 0;
   bool recovered = false;
+  // By way of disk: key into checkpoints_; empty: not begun, or of a load.
+  std::string checkpoint;
+  // Nodes that wait for it to be begun, and to be complete.
+  std::set<int> disk_preparing;
+  std::set<int> disk_moving;
+};
+
+// A checkpoint that nodes write, for SaveVersion or for an update.
+struct CheckpointRun {
+  std::string id;
+  std::string model;
+  // What is written.
+  std::string update_id;
+  int64_t version = 0;
+  std::shared_ptr<const KnownLayout> layout;
+  std::string path;
+  std::string temporary;
+  std::string marker;
+  std::string template_path;
+  bool overwrite = false;
+  int64_t max_shard_bytes = 0;
+  struct Writer {
+    std::string node;
+    std::vector<int32_t> buckets;
+    // Of the last command; empty: it is answered.
+    std::string command_id;
+    v1::NodeCommand command;
+  };
+  std::vector<Writer> writers;
+  CheckpointState machine;
+  absl::Time begin;
+  int64_t written_bytes = 0;
+  int shard_count = 0;
+  // The update that comes by it. Else it is a SaveVersion's.
+  bool of_update = false;
+};
+
+// A LoadVersion that is not an update yet.
+struct LoadRun {
+  std::string id;
+  v1::LoadVersionRequest call;
+  v1::UpdateOptions options;
+  std::string path;
+  // Who reads the headers; what they say, when it has.
+  std::string node;
+  bool read = false;
+  std::vector<v1::Parameter> parameters;
+  absl::Time begin;
+  absl::Time deadline;
 };
 
 struct ReplicaRun {
@@ -137,7 +191,8 @@ struct ReplicaRun {
   std::string name;
   std::string incarnation;
   ReplicaState machine;
-  // A late join, repair or rollback under way: this update is being installed.
+  // A late join, repair, rollback or removal (kRemoval) under way: this update
+  // is being installed.
   UpdateKey installing = 0;
   // It was tried for this one, in vain: not again.
   UpdateKey given_up = 0;
@@ -185,6 +240,9 @@ struct AdminWait {
   // VerifyReplica: who has answered.
   std::string command_id;
   std::map<int, v1::WorkerDigests> digests;
+  // SaveVersion: key into checkpoints_. LoadVersion: LoadRun::id, until it is
+  // `update`.
+  std::string job;
 };
 
 // A Prepare that nodes have yet to answer.
@@ -208,6 +266,8 @@ struct ModelRun {
   std::string held_update_id;
   // Replicas that an operator keeps paused, present or not.
   std::set<std::string> held_replicas;
+  // Taken out of its engines, and nothing was committed since.
+  bool removed = false;
   std::unique_ptr<FetchRun> fetch;
   // (node, update_id) that were told to keep it.
   std::set<std::pair<std::string, std::string>> pins;
@@ -216,6 +276,8 @@ struct ModelRun {
   int64_t epoch = 0;
   std::map<std::string, ReplicaRun> replicas;
   std::unique_ptr<PrepareJob> prepare;
+  // In the order in which they came.
+  std::vector<std::unique_ptr<LoadRun>> loads;
   // The layout made last, and from what.
   std::string layout_input;
   std::shared_ptr<const KnownLayout> layout;
@@ -232,6 +294,10 @@ struct ModelRun {
 
 // What the machine has to know of the options.
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config);
+// With the defaults said; `medium`: the coordinator's.
+v1::UpdateOptions ResolveOptions(const v1::UpdateOptions& options,
+                                 v1::TransferMedium medium);
+Fault CheckOptions(const v1::UpdateOptions& options, v1::TransferMedium medium);
 
 class CoordinatorCore {
  public:
@@ -321,6 +387,15 @@ class CoordinatorCore {
                   const std::string& stream, int64_t correlation);
   void Disagree(ModelRun* model, const PublishBook::Decision& decision);
   void TryOpen(ModelRun* model);
+  // Of a version that is opened: all but its ranks and replicas.
+  std::unique_ptr<UpdateRun> NewRun(ModelRun* model,
+                                    const std::string& update_id,
+                                    std::shared_ptr<const KnownLayout> layout,
+                                    const v1::UpdateOptions& options,
+                                    int64_t version, int64_t step,
+                                    absl::Time begin);
+  void AddReplicas(const std::set<std::string>& replicas, ModelRun* model,
+                   UpdateRun* update);
   // Whether what the ranks ask for can be had now: NO_RECOVERY_SOURCE,
   // ATOMIC_SWAP_REQUIRED.
   Fault CheckPossible(ModelRun* model, const v1::UpdateOptions& options,
@@ -343,13 +418,15 @@ class CoordinatorCore {
   void MakeUpdateFlows(ModelRun* model, UpdateRun* update);
   void SendPrepare(ModelRun* model, UpdateRun* update, int node);
   void SendMove(ModelRun* model, UpdateRun* update, int node);
+  void SendManifest(const UpdateRun& update, int node);
   void BeginStream(ModelRun* model, UpdateRun* update);
   // LATEST: `update` is complete behind an older one.
   void Supersede(ModelRun* model, const UpdateRun& update);
   void Commit(ModelRun* model, UpdateRun* update);
   void RankMayChange(UpdateRun* update, int32_t rank);
   void Finish(ModelRun* model, UpdateRun* update);
-  void RankSnapshotted(const v1::RankSnapshotted& report);
+  void RankSnapshotted(const std::string& node,
+                       const v1::RankSnapshotted& report);
   void UpdateProgress(const std::string& node,
                       const v1::UpdateProgress& report);
   void UpdatePrepared(const std::string& node,
@@ -389,6 +466,8 @@ class CoordinatorCore {
   void FenceMix(ReplicaRun* replica);
   void StartInstall(ReplicaRun* replica, const CommittedUpdate& update);
   void HoldForInstall(ReplicaRun* replica);
+  // What the replica shall have now: a key, kRemoval, or 0: nothing is wanted.
+  UpdateKey WantedBy(const ReplicaRun& replica);
   // Buckets of the update that the replica's workers need and the stores of
   // their nodes lack, by node; false: it does not fit the update's layout.
   bool Missing(const ReplicaRun& replica, const CommittedUpdate& update,
@@ -434,6 +513,7 @@ class CoordinatorCore {
   // Each answers, or leaves `wait` to be answered by CheckWaits.
   void PauseByHand(AdminWait wait, const v1::PauseReplicaRequest& call);
   void ResumeByHand(AdminWait wait, const v1::ResumeReplicaRequest& call);
+  void ResetPatience(ModelRun* model);
   void Rollback(AdminWait wait, const v1::RollbackModelRequest& call);
   void Release(AdminWait wait, const v1::ReleaseModelRequest& call);
   void ReleaseHold(ModelRun* model);
@@ -443,6 +523,9 @@ class CoordinatorCore {
   void Drain(AdminWait wait, const v1::DrainNodeRequest& call);
   void DeleteVersion(AdminWait wait, const v1::DeleteVersionRequest& call);
   void DeleteReplica(AdminWait wait, const v1::DeleteReplicaRequest& call);
+  // The node gives its bytes up.
+  void DropHeld(NodeRun* node, const std::string& model,
+                const std::string& update_id);
   void Adopt(AdminWait wait, const v1::AdoptClusterRequest& call);
   // What a node of an adopted cluster says is known from now on.
   void LearnFrom(const v1::HeldUpdate& held);
@@ -458,6 +541,54 @@ class CoordinatorCore {
   void Answer(const AdminWait& wait, absl::StatusOr<AdminResponse> response);
   // Who is not where a rollback or release wants all; empty: nobody.
   std::vector<std::string> NotThere(ModelRun* model);
+
+  // ---- core_checkpoint.cc ----
+  void Save(AdminWait wait, const v1::SaveVersionRequest& call);
+  // Who holds which of the update's buckets; empty, with the fault, when nobody
+  // that can be reached has one of them.
+  std::vector<CheckpointRun::Writer> WritersOf(const CommittedUpdate& update,
+                                               Fault* fault);
+  void BeginCheckpoint(std::unique_ptr<CheckpointRun> run);
+  void PostCheckpoint(const std::string& id, CheckpointEvent event);
+  // Gives `writer` a command about it, to be said again until it is answered.
+  void Command(CheckpointRun* run, int writer, v1::NodeCommand command);
+  void GiveUpCheckpoint(CheckpointRun* run, int writer);
+  void FillWrite(const CheckpointRun& run, v1::WriteCheckpoint* write);
+  void FillComplete(const CheckpointRun& run, v1::CompleteCheckpoint* complete);
+  void EndCheckpoint(CheckpointRun* run);
+  void CheckpointWritten(const v1::CheckpointWritten& report);
+  void TickCheckpoints();
+  // The node is back, or lost.
+  void SayCheckpointsAgain(const std::string& node);
+  void LoseCheckpoints(const std::string& node, const Fault& fault);
+  // An update by way of disk.
+  void GoByDisk(ModelRun* model, UpdateRun* update);
+  void SendDiskPrepare(ModelRun* model, UpdateRun* update, int node);
+  void SendDiskMove(ModelRun* model, UpdateRun* update, int node);
+  void NoteCopied(const UpdateRun& update);
+  void EndDisk(ModelRun* model, UpdateRun* update, bool active);
+
+  // ---- core_load.cc ----
+  void Load(AdminWait wait, const v1::LoadVersionRequest& call);
+  void CheckpointRead(const std::string& node,
+                      const v1::CheckpointRead& report);
+  void SendRead(const LoadRun& load);
+  // Opens the first load that waits, if it can be now.
+  void TryLoad(ModelRun* model);
+  void OpenLoad(ModelRun* model, const LoadRun& load);
+  void FailLoad(ModelRun* model, const std::string& id, const Fault& fault);
+  void TickLoads(ModelRun* model);
+  void LoadDigests(const std::string& node, UpdateRun* update,
+                   const v1::RankSnapshotted& report);
+  // True when it was answered.
+  bool FinishLoad(AdminWait* wait);
+
+  // ---- core_remove.cc ----
+  void Remove(AdminWait wait, const v1::RemoveModelRequest& call);
+  void StartRemoval(ReplicaRun* replica);
+  void SendRemove(ReplicaRun* replica, const ReplicaAction& action);
+  // True when it was answered.
+  bool FinishRemove(ModelRun* model, const AdminWait& wait);
 
   // ---- core_verify.cc ----
   void Verify(AdminWait wait, const v1::VerifyReplicaRequest& call);
@@ -539,6 +670,7 @@ class CoordinatorCore {
   std::map<std::string, UpdateKey> keys_;
   UpdateKey next_key_ = 1;
   std::vector<AdminWait> waits_;
+  std::map<std::string, std::unique_ptr<CheckpointRun>> checkpoints_;
   // (from, to) that a fetch failed over: other holders are tried first.
   std::set<std::pair<std::string, std::string>> failed_edges_;
   int64_t next_verify_ = 1;

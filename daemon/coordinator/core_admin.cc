@@ -64,7 +64,10 @@ Actions CoordinatorCore::OnAdminRequest(absl::Time now, int64_t request,
     void operator()(const v1::DeleteReplicaRequest& c) {
       core->DeleteReplica(wait, c);
     }
+    void operator()(const v1::RemoveModelRequest& c) { core->Remove(wait, c); }
     void operator()(const v1::AdoptClusterRequest& c) { core->Adopt(wait, c); }
+    void operator()(const v1::SaveVersionRequest& c) { core->Save(wait, c); }
+    void operator()(const v1::LoadVersionRequest& c) { core->Load(wait, c); }
   };
   // Nothing is decided on a journal that knows too little.
   if (!lost_evidence_.empty() &&
@@ -154,6 +157,15 @@ void CoordinatorCore::ResumeByHand(AdminWait wait,
   waits_.push_back(std::move(wait));
 }
 
+// What was tried in vain is tried at once: an operator has changed something.
+void CoordinatorCore::ResetPatience(ModelRun* model) {
+  for (auto& entry : model->replicas) {
+    entry.second.given_up = 0;
+    entry.second.fetch_failures = 0;
+    entry.second.not_before = absl::InfinitePast();
+  }
+}
+
 // ---- Rollback ----
 
 void CoordinatorCore::Rollback(AdminWait wait,
@@ -225,11 +237,7 @@ void CoordinatorCore::Rollback(AdminWait wait,
       Pin(model, entry.first, model->held_update_id, true);
     }
   }
-  for (auto& entry : model->replicas) {
-    entry.second.given_up = 0;
-    entry.second.fetch_failures = 0;
-    entry.second.not_before = absl::InfinitePast();
-  }
+  ResetPatience(model);
   SettleAll(model);
   waits_.push_back(std::move(wait));
 }
@@ -253,10 +261,7 @@ void CoordinatorCore::ReleaseHold(ModelRun* model) {
   *hold->mutable_time() = ToProto(now_);
   model->held_update_id.clear();
   Unpin(model);
-  for (auto& entry : model->replicas) {
-    entry.second.given_up = 0;
-    entry.second.not_before = absl::InfinitePast();
-  }
+  ResetPatience(model);
   SettleAll(model);
 }
 
@@ -277,6 +282,27 @@ bool CoordinatorCore::RollbackIsLost(ModelRun* model, const AdminWait& wait) {
   return true;
 }
 
+namespace {
+
+// How far a replica has come on the way to an update, for people.
+std::string Standing(const ReplicaRun& replica, UpdateKey key) {
+  const ReplicaState& machine = replica.machine;
+  if (machine.InstalledEverywhere(key)) return "has it, and does not run yet";
+  if (replica.installing == key) {
+    if (machine.target == key) return "its workers install it";
+    const Holder hold{Holder::kInstall, key};
+    return machine.HeldBy(hold) && !machine.PausedForAll()
+               ? "its engine is asked to pause"
+               : "its nodes fetch it";
+  }
+  const v1::Failure& failure = replica.last_failure;
+  if (failure.reason().empty()) return "not begun";
+  return absl::StrCat("tried again, after ", failure.reason(), ": ",
+                      failure.message());
+}
+
+}  // namespace
+
 std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
   std::vector<std::string> names;
   const CommittedUpdate* wanted = model->Wanted();
@@ -292,7 +318,8 @@ std::vector<std::string> CoordinatorCore::NotThere(ModelRun* model) {
     const bool runs =
         machine.engine == EngineState::kRunning || !machine.holders.empty();
     if (!machine.InstalledEverywhere(key) || held_by_us || !runs) {
-      names.push_back(machine.name);
+      names.push_back(absl::StrCat(machine.name, " (",
+                                   Standing(entry.second, key), ")"));
     }
   }
   return names;
@@ -317,11 +344,7 @@ void CoordinatorCore::Drain(AdminWait wait, const v1::DrainNodeRequest& call) {
     }
     for (auto& model : models_) {
       // What was looked for in vain may be on this node.
-      for (auto& replica : model.second.replicas) {
-        if (!call.undo()) break;
-        replica.second.fetch_failures = 0;
-        replica.second.not_before = absl::InfinitePast();
-      }
+      if (call.undo()) ResetPatience(&model.second);
       SettleAll(&model.second);
     }
   }
@@ -357,15 +380,9 @@ void CoordinatorCore::DeleteVersion(AdminWait wait,
   deleted->set_model(model->name);
   deleted->set_update_id(update_id);
   for (auto& entry : nodes_) {
-    NodeRun& node = entry.second;
-    if (!node.Holds(update_id)) continue;
-    v1::DropUpdate* drop = SendTo(node.name)->mutable_drop_update();
-    drop->set_model(model->name);
-    drop->set_update_id(update_id);
-    node.held.erase(std::remove(node.held.begin(), node.held.end(),
-                                std::make_pair(model->name, update_id)),
-                    node.held.end());
-    node.fetched.erase(update_id);
+    if (entry.second.Holds(update_id)) {
+      DropHeld(&entry.second, model->name, update_id);
+    }
   }
   model->commits.erase(
       std::remove_if(model->commits.begin(), model->commits.end(),
@@ -379,6 +396,14 @@ void CoordinatorCore::DeleteVersion(AdminWait wait,
                                     }),
                      model->ended.end());
   Answer(wait, v1::DeleteVersionResponse());
+}
+
+void CoordinatorCore::DropHeld(NodeRun* node, const std::string& model,
+                               const std::string& update_id) {
+  v1::DropUpdate* drop = SendTo(node->name)->mutable_drop_update();
+  drop->set_model(model);
+  drop->set_update_id(update_id);
+  ForgetHeld(node, model, update_id);
 }
 
 void CoordinatorCore::DeleteReplica(AdminWait wait,
@@ -506,6 +531,7 @@ void CoordinatorCore::LearnInstalled(const std::string& name,
   commit.update_id = installed.update_id();
   commit.version = installed.version();
   model->commits.push_back(commit);
+  model->removed = false;
   auto* committed = Write()->mutable_update_committed();
   committed->set_model(name);
   committed->set_update_id(commit.update_id);
@@ -528,7 +554,10 @@ void CoordinatorCore::CheckInstalled(const v1::RegisterWorker& worker) {
     return;
   }
   const ModelRun* model = Model(worker.model());
-  if (installed.version() <= model->Newest().version) return;
+  // Of a model that was removed nothing is known but how far it had come.
+  const int64_t newest =
+      model->removed ? model->book.floor() : model->Newest().version;
+  if (installed.version() <= newest) return;
   // A commit is journalled before anybody installs it: this is a journal of
   // some time ago, and what it would install is older.
   JournalLost(absl::StrCat("worker ", worker.worker_index(), " of ",
@@ -536,11 +565,25 @@ void CoordinatorCore::CheckInstalled(const v1::RegisterWorker& worker) {
                            " holds version ", installed.version(),
                            ", the newest that this journal knows to be "
                            "committed is ",
-                           model->Newest().version));
+                           newest));
   seen_clusters_.insert(cluster_id_);
 }
 
 // ---- Waiting ----
+
+namespace {
+
+// What an engine answered instead of doing what it was asked to.
+std::string SaidNo(const ReplicaState& machine) {
+  if (machine.fault.ok() || (machine.engine != EngineState::kDoubtful &&
+                             machine.engine != EngineState::kUnresumed)) {
+    return "";
+  }
+  return absl::StrCat(" (", machine.fault.reason, ": ", machine.fault.message,
+                      ")");
+}
+
+}  // namespace
 
 void CoordinatorCore::CheckWaits() {
   const auto done = [&](AdminWait* wait) {
@@ -548,7 +591,17 @@ void CoordinatorCore::CheckWaits() {
     if (absl::holds_alternative<v1::VerifyReplicaRequest>(wait->call)) {
       return FinishVerify(wait);
     }
+    if (absl::holds_alternative<v1::LoadVersionRequest>(wait->call)) {
+      return FinishLoad(wait);
+    }
+    // Answered when its checkpoint has ended.
+    if (absl::holds_alternative<v1::SaveVersionRequest>(wait->call)) {
+      return checkpoints_.count(wait->job) == 0;
+    }
     ModelRun* model = Model(wait->model);
+    if (absl::holds_alternative<v1::RemoveModelRequest>(wait->call)) {
+      return FinishRemove(model, *wait);
+    }
     if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) ||
         absl::holds_alternative<v1::ReleaseModelRequest>(wait->call)) {
       if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) &&
@@ -588,28 +641,29 @@ void CoordinatorCore::CheckWaits() {
         return true;
       }
       if (late) {
-        const bool said_no =
-            machine.engine == EngineState::kDoubtful && !machine.fault.ok();
-        Answer(
-            *wait,
-            Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
-                  absl::StrCat(
-                      name, " is held, but its engine has not said that it ",
-                      "paused",
-                      said_no ? absl::StrCat(" (", machine.fault.reason, ": ",
-                                             machine.fault.message, ")")
-                              : "",
-                      "; it is held until `weightsyncctl resume`")));
+        Answer(*wait,
+               Error(StatusCode::kDeadlineExceeded, "PAUSE_TIMEOUT",
+                     absl::StrCat(name, " is held, but its engine has not ",
+                                  "said that it paused", SaidNo(machine),
+                                  "; it is held until `weightsyncctl "
+                                  "resume`")));
       }
       return late;
     }
     // A resume: it runs, or somebody else holds it.
     if (machine.engine == EngineState::kRunning || !machine.holders.empty() ||
-        !machine.Complete() || machine.fenced || late) {
+        !machine.Complete() || machine.fenced) {
       Answer(*wait, *Queries(*this).GetReplica(name));
       return true;
     }
-    return false;
+    if (late) {
+      Answer(*wait,
+             Error(StatusCode::kDeadlineExceeded, "RESUME_TIMEOUT",
+                   absl::StrCat(name, " is held no more, but its engine has ",
+                                "not said that it runs again", SaidNo(machine),
+                                "; look at its log")));
+    }
+    return late;
   };
   std::vector<AdminWait> waiting;
   waiting.swap(waits_);

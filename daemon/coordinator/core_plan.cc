@@ -66,6 +66,7 @@ void CoordinatorCore::ShowPrediction(const UpdateRun& update,
 
 void CoordinatorCore::ShowSnapshotPhase(UpdateRun* update) {
   v1::Version& record = update->record;
+  if (record.ranks().empty()) return;  // of a checkpoint
   absl::Duration longest;
   for (const v1::RankProgress& rank : record.ranks()) {
     if (!rank.has_copy_duration()) return;  // not all were copied
@@ -86,7 +87,10 @@ void CoordinatorCore::ShowSnapshotPhase(UpdateRun* update) {
 void CoordinatorCore::LearnRates(const UpdateRun& update) {
   // Another route than the planned one measures something else; so does a
   // record without a plan, of an earlier term.
-  if (update.plan == nullptr || update.machine.reconfigurations > 0) return;
+  if (update.plan == nullptr || update.machine.reconfigurations > 0 ||
+      update.machine.disk) {
+    return;
+  }
   RateBook::Seen seen;
   seen.model = update.model;
   std::map<std::string, absl::Duration> measured;

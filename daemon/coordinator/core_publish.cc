@@ -27,7 +27,13 @@ Fault UnknownOption(const char* option, int value) {
                             "; leave it out for the default"));
 }
 
-Fault CheckOptions(const v1::UpdateOptions& options) {
+}  // namespace
+
+Fault CheckOptions(const v1::UpdateOptions& options,
+                   v1::TransferMedium medium) {
+  if (!v1::TransferMedium_IsValid(options.transfer_medium())) {
+    return UnknownOption("transfer_medium", options.transfer_medium());
+  }
   if (!v1::PublishMode_IsValid(options.publish_mode())) {
     return UnknownOption("publish_mode", options.publish_mode());
   }
@@ -63,12 +69,37 @@ Fault CheckOptions(const v1::UpdateOptions& options) {
     return Fault(StatusCode::kUnimplemented, "PAUSE_MODE_UNIMPLEMENTED",
                  "STREAM writes into live memory: it has no PAUSE_MODE_NONE");
   }
+  const v1::TransferMedium chosen =
+      ResolveOptions(options, medium).transfer_medium();
+  if (chosen == v1::TRANSFER_MEDIUM_NETWORK) return Fault();
+  const std::string by_disk = absl::StrCat(
+      "by way of disk (",
+      options.transfer_medium() == chosen ? "transfer_medium" : "--update",
+      ") an update is ");
+  if (options.update_mode() == v1::UPDATE_MODE_STREAM) {
+    return Fault(StatusCode::kUnimplemented, "UPDATE_MODE_UNIMPLEMENTED",
+                 absl::StrCat(by_disk, "staged: use STAGE, or NETWORK"));
+  }
+  if (options.publish_mode() == v1::PUBLISH_MODE_IN_PLACE) {
+    return Fault(
+        StatusCode::kUnimplemented, "PUBLISH_MODE_UNIMPLEMENTED",
+        absl::StrCat(by_disk, "copied out first: use SNAPSHOT, or NETWORK"));
+  }
   return Fault();
 }
 
-// With the defaults said.
-v1::UpdateOptions Resolved(const v1::UpdateOptions& options) {
+v1::UpdateOptions ResolveOptions(const v1::UpdateOptions& options,
+                                 v1::TransferMedium medium) {
   v1::UpdateOptions resolved = options;
+  if (options.transfer_medium() == v1::TRANSFER_MEDIUM_UNSPECIFIED) {
+    // What cannot go by disk does not fall back to it either.
+    const bool can = options.update_mode() != v1::UPDATE_MODE_STREAM &&
+                     options.publish_mode() != v1::PUBLISH_MODE_IN_PLACE;
+    resolved.set_transfer_medium(
+        medium == v1::TRANSFER_MEDIUM_NETWORK_OR_DISK && !can
+            ? v1::TRANSFER_MEDIUM_NETWORK
+            : medium);
+  }
   if (options.publish_mode() == v1::PUBLISH_MODE_UNSPECIFIED) {
     resolved.set_publish_mode(v1::PUBLISH_MODE_SNAPSHOT);
   }
@@ -93,10 +124,7 @@ v1::UpdateOptions Resolved(const v1::UpdateOptions& options) {
   return resolved;
 }
 
-// Equal for options that mean the same; can be read back.
-std::string OptionsKey(const v1::UpdateOptions& options) {
-  return Resolved(options).SerializeAsString();
-}
+namespace {
 
 void SetIndex(v1::Reply* reply, int64_t publish_index) {
   if (publish_index != 0) {
@@ -119,6 +147,8 @@ std::string ShowOptions(const std::string& options) {
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config) {
   config->stream = options.update_mode() == v1::UPDATE_MODE_STREAM;
   config->in_place = options.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
+  config->disk_fallback =
+      options.transfer_medium() == v1::TRANSFER_MEDIUM_NETWORK_OR_DISK;
   config->latest = options.delivery_policy() == v1::DELIVERY_POLICY_LATEST;
   config->max_unavailable =
       options.commit_policy().has_rolling()
@@ -153,7 +183,7 @@ void CoordinatorCore::PublishArrived(NodeRun* node, int64_t correlation,
                                      " characters, this one has ",
                                      arrived.request_id().size())));
   }
-  Fault fault = CheckOptions(arrived.options());
+  Fault fault = CheckOptions(arrived.options(), options_.transfer_medium);
   if (!fault.ok()) return refuse(fault);
   if (AnswerRepeated(node, correlation, arrived)) return;
   if (!rank->registered) {
@@ -167,7 +197,9 @@ void CoordinatorCore::PublishArrived(NodeRun* node, int64_t correlation,
   call.rank = arrived.rank();
   call.version = arrived.version();
   call.step = arrived.step();
-  call.options = OptionsKey(arrived.options());
+  // Equal for options that mean the same; can be read back.
+  call.options = ResolveOptions(arrived.options(), options_.transfer_medium)
+                     .SerializeAsString();
   call.request_id = arrived.request_id();
   call.stream = node->stream;
   call.correlation = correlation;
@@ -369,6 +401,7 @@ Fault CoordinatorCore::CheckPossible(ModelRun* model,
 }
 
 void CoordinatorCore::TryOpen(ModelRun* model) {
+  TryLoad(model);
   if (model->book.pending() == nullptr || model->updates.size() > 1 ||
       now_ < adopting_until_) {
     return;
@@ -403,57 +436,20 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   }
 
   Fault plan_fault;
-  auto update = std::make_unique<UpdateRun>();
-  update->model = model->name;
-  update->update_id = options_.random_id();
-  update->key = KeyOf(update->update_id);
-  update->layout = *layout;
-  update->group_secret = options_.random_id();
-  update->begin = now_;
-  const Publish publish = model->book.Open(update->update_id);
-  update->publish_index = publish.index;
-  update->options = options;
-
+  const std::string update_id = options_.random_id();
+  const Publish publish = model->book.Open(update_id);
   auto* opened = Write()->mutable_update_opened();
   opened->set_model(model->name);
-  opened->set_update_id(update->update_id);
+  opened->set_update_id(update_id);
   opened->set_version(publish.version);
   opened->set_step(publish.step);
   opened->set_publish_index(publish.index);
   *opened->mutable_time() = ToProto(now_);
-
-  UpdateConfig& config = update->config;
-  config.gather_timeout = options_.gather_timeout;
-  config.prepare_timeout = options_.prepare_timeout;
-  config.progress_timeout = options_.progress_timeout;
-  config.recovery_timeout = options_.recovery_timeout;
-  config.max_reconfigurations = options_.max_reconfigurations;
-  config.queue_timeout = options_.publish_timeout;
-  SetPolicies(options, &config);
-
-  const KnownLayout& known = *update->layout;
+  auto update = NewRun(model, update_id, *layout, options, publish.version,
+                       publish.step, publish.begin);
+  update->publish_index = publish.index;
   UpdateState& machine = update->machine;
-  machine.epoch = model->epoch;
-  machine.blocked = !model->updates.empty();
-  for (size_t i = 0; i < known.labels.size(); ++i) {
-    UpdateNode node;
-    node.name = known.labels[i].name;
-    node.source = known.source[i];
-    node.receiver = known.receiver[i];
-    machine.nodes.push_back(std::move(node));
-  }
   v1::Version& record = update->record;
-  record.set_name(absl::StrCat(model->name, "/versions/", publish.version));
-  record.set_version(publish.version);
-  record.set_update_id(update->update_id);
-  record.set_step(publish.step);
-  record.set_state(v1::Version::STATE_GATHERING);
-  *record.mutable_options() = update->options;
-  *record.mutable_create_time() = ToProto(publish.begin);
-  record.set_total_bytes(known.total_bytes);
-  record.set_bucket_count(
-      static_cast<int32_t>(known.layout.plan.bucket_count()));
-  record.set_layout_id(known.id());
   const absl::Status planned =
       PlanRun(update->options.transfer_policy(), update.get());
   if (!planned.ok()) {
@@ -464,26 +460,12 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
   for (const auto& rank : entry->ranks) {
     UpdateRank out;
     out.rank = rank.first;
-    out.node = known.node_index.at(rank.second.node);
+    out.node = update->layout->node_index.at(rank.second.node);
     update->rank_index[rank.first] = static_cast<int>(machine.ranks.size());
     machine.ranks.push_back(out);
     record.add_ranks()->set_rank(rank.first);
   }
-  // What a rollback holds back is kept in the stores, and installed on nobody.
-  if (!model->held_update_id.empty()) replicas.clear();
-  for (const std::string& name : replicas) {
-    UpdateReplica out;
-    out.name = model->replicas.at(name).machine.name;
-    update->replica_index[name] = static_cast<int>(machine.replicas.size());
-    machine.replicas.push_back(std::move(out));
-  }
-  update->phase_name = "gather";
-  update->phase_begin = now_;
-  BeginUpdate(config, now_, &machine);
-  // Buckets may have to be sent at once: not all ranks have to be there first.
-  for (size_t i = 0; i < machine.nodes.size(); ++i) {
-    if (machine.nodes[i].In()) SendLayout(known, machine.nodes[i].name);
-  }
+  AddReplicas(replicas, model, update.get());
   model->updates.push_back(std::move(update));
   for (const PublishCall& call : publish.waiting) {
     JoinUpdate(model->updates.back().get(), call);
@@ -493,6 +475,79 @@ void CoordinatorCore::TryOpen(ModelRun* model) {
     cancel.kind = UpdateEvent::kCancel;
     cancel.fault = plan_fault;
     Post(*model->updates.back(), std::move(cancel));
+  }
+}
+
+std::unique_ptr<UpdateRun> CoordinatorCore::NewRun(
+    ModelRun* model, const std::string& update_id,
+    std::shared_ptr<const KnownLayout> layout, const v1::UpdateOptions& options,
+    int64_t version, int64_t step, absl::Time begin) {
+  auto update = std::make_unique<UpdateRun>();
+  update->model = model->name;
+  update->update_id = update_id;
+  update->key = KeyOf(update_id);
+  update->layout = std::move(layout);
+  update->group_secret = options_.random_id();
+  update->begin = now_;
+  update->options = options;
+
+  UpdateConfig& config = update->config;
+  config.gather_timeout = options_.gather_timeout;
+  config.prepare_timeout = options_.prepare_timeout;
+  config.progress_timeout = options_.progress_timeout;
+  config.recovery_timeout = options_.recovery_timeout;
+  config.max_reconfigurations = options_.max_reconfigurations;
+  config.queue_timeout = options_.publish_timeout;
+  config.checkpoint_timeout = options_.checkpoint_timeout;
+  SetPolicies(options, &config);
+
+  const KnownLayout& known = *update->layout;
+  UpdateState& machine = update->machine;
+  machine.epoch = model->epoch;
+  machine.blocked = !model->updates.empty();
+  machine.disk = options.transfer_medium() == v1::TRANSFER_MEDIUM_DISK;
+  for (size_t i = 0; i < known.labels.size(); ++i) {
+    UpdateNode node;
+    node.name = known.labels[i].name;
+    node.source = known.source[i];
+    node.receiver = known.receiver[i];
+    machine.nodes.push_back(std::move(node));
+  }
+  v1::Version& record = update->record;
+  record.set_name(absl::StrCat(model->name, "/versions/", version));
+  record.set_version(version);
+  record.set_update_id(update_id);
+  record.set_step(step);
+  record.set_state(v1::Version::STATE_GATHERING);
+  *record.mutable_options() = update->options;
+  record.set_transfer_medium(machine.disk ? v1::TRANSFER_MEDIUM_DISK
+                                          : v1::TRANSFER_MEDIUM_NETWORK);
+  *record.mutable_create_time() = ToProto(begin);
+  record.set_total_bytes(known.total_bytes);
+  record.set_bucket_count(
+      static_cast<int32_t>(known.layout.plan.bucket_count()));
+  record.set_layout_id(known.id());
+  update->phase_name = "gather";
+  update->phase_begin = now_;
+  return update;
+}
+
+void CoordinatorCore::AddReplicas(const std::set<std::string>& replicas,
+                                  ModelRun* model, UpdateRun* update) {
+  UpdateState& machine = update->machine;
+  for (const std::string& name : replicas) {
+    // What a rollback holds back is kept in the stores, and installed on
+    // nobody.
+    if (!model->held_update_id.empty()) break;
+    UpdateReplica out;
+    out.name = model->replicas.at(name).machine.name;
+    update->replica_index[name] = static_cast<int>(machine.replicas.size());
+    machine.replicas.push_back(std::move(out));
+  }
+  BeginUpdate(update->config, now_, &machine);
+  // Buckets may have to be sent at once: not all ranks have to be there first.
+  for (const UpdateNode& node : machine.nodes) {
+    if (node.In()) SendLayout(*update->layout, node.name);
   }
 }
 

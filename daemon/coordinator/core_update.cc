@@ -97,9 +97,13 @@ void CoordinatorCore::DrainQueue() {
   }
 }
 
-void CoordinatorCore::RankSnapshotted(const v1::RankSnapshotted& report) {
+void CoordinatorCore::RankSnapshotted(const std::string& node,
+                                      const v1::RankSnapshotted& report) {
   UpdateRun* update = Running(report.model(), report.update_id());
   if (update == nullptr) return;
+  if (update->config.from_checkpoint) {
+    return LoadDigests(node, update, report);
+  }
   auto index = update->rank_index.find(report.rank());
   if (index == update->rank_index.end()) return;
   UpdateRank& rank = update->machine.ranks[index->second];
@@ -131,6 +135,9 @@ void CoordinatorCore::RankSnapshotted(const v1::RankSnapshotted& report) {
     Changed(update->record);
   }
   Post(*update, std::move(event));
+  DrainQueue();
+  update = Running(report.model(), report.update_id());
+  if (update != nullptr) NoteCopied(*update);
 }
 
 void CoordinatorCore::RankMayChange(UpdateRun* update, int32_t rank) {
@@ -282,11 +289,22 @@ void CoordinatorCore::Carry(ModelRun* model, UpdateRun* update,
       case UpdateAction::kPhase:
         EnterPhase(update, action.phase);
         break;
+      case UpdateAction::kByDisk:
+        GoByDisk(model, update);
+        break;
       case UpdateAction::kPrepare:
-        SendPrepare(model, update, action.node);
+        if (run.machine.disk) {
+          SendDiskPrepare(model, update, action.node);
+        } else {
+          SendPrepare(model, update, action.node);
+        }
         break;
       case UpdateAction::kMove:
-        SendMove(model, update, action.node);
+        if (run.machine.disk) {
+          SendDiskMove(model, update, action.node);
+        } else {
+          SendMove(model, update, action.node);
+        }
         break;
       case UpdateAction::kStreamBegin:
         BeginStream(model, update);
@@ -305,17 +323,9 @@ void CoordinatorCore::Carry(ModelRun* model, UpdateRun* update,
         release->set_update_id(run.update_id);
         break;
       }
-      case UpdateAction::kManifest: {
-        v1::UpdateManifest* manifest =
-            SendTo(run.machine.nodes[action.node].name)
-                ->mutable_update_manifest();
-        manifest->set_model(model->name);
-        manifest->set_update_id(run.update_id);
-        for (const v1::BucketDigest& bucket : run.manifest) {
-          *manifest->add_buckets() = bucket;
-        }
+      case UpdateAction::kManifest:
+        SendManifest(run, action.node);
         break;
-      }
       case UpdateAction::kHold: {
         ReplicaRun* replica = replica_of(action.replica);
         if (replica == nullptr) break;
@@ -474,6 +484,18 @@ void CoordinatorCore::SendPrepare(ModelRun* model, UpdateRun* update,
   }
 }
 
+void CoordinatorCore::SendManifest(const UpdateRun& run, int index) {
+  // Its PrepareUpdate waits for the checkpoint, and this comes after it.
+  if (run.disk_preparing.count(index) != 0) return;
+  v1::UpdateManifest* manifest =
+      SendTo(run.machine.nodes[index].name)->mutable_update_manifest();
+  manifest->set_model(run.model);
+  manifest->set_update_id(run.update_id);
+  for (const v1::BucketDigest& bucket : run.manifest) {
+    *manifest->add_buckets() = bucket;
+  }
+}
+
 void CoordinatorCore::SendMove(ModelRun* model, UpdateRun* update, int index) {
   const UpdateRun& run = *update;
   const std::string name = run.machine.nodes[index].name;
@@ -607,6 +629,7 @@ void CoordinatorCore::Commit(ModelRun* model, UpdateRun* update) {
     }
   }
   model->commits.push_back(std::move(known));
+  model->removed = false;
   // From here on whoever comes with another cluster's id is the stranger.
   const auto connected = std::count_if(
       nodes_.begin(), nodes_.end(),
@@ -675,7 +698,12 @@ void CoordinatorCore::Finish(ModelRun* model, UpdateRun* update) {
       }
     }
   }
-  model->book.End(run->update_id, run->machine.fault);
+  if (run->config.from_checkpoint) {
+    model->book.EndAside(record.version(), run->machine.fault);
+  } else {
+    model->book.End(run->update_id, run->machine.fault);
+  }
+  EndDisk(model, run.get(), active);
   if (run->layout != nullptr) {
     for (const auto& node : run->layout->node_index) {
       v1::EndUpdate* end = SendTo(node.first)->mutable_end_update();

@@ -182,6 +182,7 @@ void FakeCluster::RegisterReplica(const std::string& name,
   r->set_paused(engine.paused &&
                 engine.last_pause.pause().mode() != v1::PAUSE_MODE_NONE);
   r->set_atomic_swap(engine.atomic_swap);
+  r->set_removable(engine.removable);
   for (const std::string& command : engine.refused_command_ids) {
     report.mutable_replica_joined()->add_refused_command_ids(command);
   }
@@ -219,6 +220,12 @@ void FakeCluster::AddStandard() {
   AddReplica("r1", {"n1"});
   AddReplica("r2", {"n2", "n2"});
   Run();
+}
+
+void FakeCluster::AddStandardAdapter() {
+  engines["r1"].removable = true;
+  engines["r2"].removable = true;
+  AddStandard();
 }
 
 // ---- What happens ----
@@ -369,6 +376,7 @@ void FakeCluster::Answer(const std::string& name,
       update.moving = false;
       update.stream = prepare.update_mode() == v1::UPDATE_MODE_STREAM;
       update.fetch = prepare.fetch();
+      update.load = prepare.load();
       if (prepare.fetch()) {
         update.manifest = false;
         for (const v1::Flow& flow : prepare.flows()) {
@@ -405,6 +413,18 @@ void FakeCluster::Answer(const std::string& name,
           installed.set_state(v1::InstalledState::STATE_WRITING);
           installed.set_update_id(id);
         }
+        if (update.load) {
+          v1::RankSnapshotted* read = report.mutable_rank_snapshotted();
+          read->set_model(kModel);
+          read->set_update_id(id);
+          read->set_rank(-1);
+          *read->add_buckets()->mutable_digest() =
+              PartDigest(absl::StrCat(command.move_update().checkpoint().path(),
+                                      damaged_reader == name ? "x" : ""),
+                         0);
+          Report(name, report);
+          report.Clear();
+        }
       } else {
         update.digests = command.update_manifest();
       }
@@ -419,6 +439,30 @@ void FakeCluster::Answer(const std::string& name,
       verified->set_model(kModel);
       verified->set_update_id(id);
       *verified->mutable_epoch() = update.epoch;
+      Report(name, report);
+      return;
+    }
+    case v1::NodeCommand::kWriteCheckpoint: {
+      const v1::WriteCheckpoint& write = command.write_checkpoint();
+      v1::CheckpointWritten* written = report.mutable_checkpoint_written();
+      written->set_command_id(write.command_id());
+      if (write.step() == v1::WriteCheckpoint::STEP_WRITE) {
+        written->set_written_bytes(64 * write.buckets_size());
+      }
+      Report(name, report);
+      return;
+    }
+    case v1::NodeCommand::kCompleteCheckpoint: {
+      v1::CheckpointWritten* written = report.mutable_checkpoint_written();
+      written->set_command_id(command.complete_checkpoint().command_id());
+      written->set_shard_count(1);
+      Report(name, report);
+      return;
+    }
+    case v1::NodeCommand::kReadCheckpoint: {
+      v1::CheckpointRead* read = report.mutable_checkpoint_read();
+      read->set_command_id(command.read_checkpoint().command_id());
+      *read->add_parameters() = TheParameter(2);
       Report(name, report);
       return;
     }
@@ -517,6 +561,7 @@ void FakeCluster::Answer(const std::string& name,
       } else if (update == node.updates.end() || !update->second.whole) {
         applied->mutable_failure()->set_code(5);
         applied->mutable_failure()->set_reason("UPDATE_UNKNOWN");
+        applied->set_not_held(true);
       } else if (installed.update_id() != apply.update_id() ||
                  installed.state() != v1::InstalledState::STATE_INSTALLED) {
         if (!engine.paused) ++violations;
@@ -529,12 +574,39 @@ void FakeCluster::Answer(const std::string& name,
       Report(name, report);
       return;
     }
+    case v1::NodeCommand::kRemoveWorker: {
+      const v1::RemoveWorker& remove = command.remove_worker();
+      FakeEngine& engine = engines[remove.replica()];
+      v1::InstalledState& installed = engine.workers[remove.worker_index()];
+      v1::WorkerAppliedReport* applied = report.mutable_worker_applied();
+      applied->set_model(kModel);
+      applied->set_replica(remove.replica());
+      applied->set_worker_index(remove.worker_index());
+      applied->set_incarnation(remove.incarnation());
+      applied->set_command_id(remove.remove().command_id());
+      if (!engine.paused) ++violations;
+      ++engine.removes;
+      if (engine.fail_remove) {
+        installed.set_state(v1::InstalledState::STATE_WRITING);
+        applied->mutable_failure()->set_code(2);
+        applied->mutable_failure()->set_reason("HOOK_FAILED");
+      } else {
+        installed.Clear();
+        installed.set_state(v1::InstalledState::STATE_NOTHING);
+      }
+      *applied->mutable_installed() = installed;
+      Report(name, report);
+      return;
+    }
     case v1::NodeCommand::kResumeReplica: {
       const v1::ResumeReplicaCommand& resume = command.resume_replica();
       FakeEngine& engine = engines[resume.replica()];
       for (const v1::InstalledState& worker : engine.workers) {
+        const bool nothing =
+            worker.state() == v1::InstalledState::STATE_NOTHING;
         if (worker.update_id() != engine.workers[0].update_id() ||
-            worker.state() == v1::InstalledState::STATE_WRITING) {
+            worker.state() == v1::InstalledState::STATE_WRITING ||
+            nothing != resume.resume().removed()) {
           ++violations;
         }
       }

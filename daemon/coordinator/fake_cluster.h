@@ -38,6 +38,10 @@ struct FakeEngine {
   int resumes = 0;
   int applies = 0;
   bool atomic_swap = false;
+  bool removable = false;
+  // How often its workers were told to drop the model; and they cannot.
+  int removes = 0;
+  bool fail_remove = false;
   bool isolation_hold = false;
   std::vector<std::string> refused_command_ids;
   v1::PauseReplicaCommand last_pause;
@@ -59,6 +63,8 @@ class FakeCluster {
                   const std::vector<std::string>& worker_nodes);
   // Two ranks on n0, replicas r1 (n1) and r2 (two workers on n2).
   void AddStandard();
+  // The same, of a model that both can go on without.
+  void AddStandardAdapter();
 
   // ---- What happens ----
   // Publishes on one rank; the number of its call.
@@ -120,6 +126,8 @@ class FakeCluster {
       intercept;
   // Between a node's hello and what it names.
   std::function<void(const std::string& node)> after_hello;
+  // Reads other bytes of a checkpoint than the others; empty: none.
+  std::string damaged_reader;
   // Every report is delivered twice.
   bool twice = false;
   // Commands that are lost with the process: dies when one begins with this.
@@ -146,6 +154,7 @@ class FakeCluster {
       bool whole = false;
       bool stream = false;
       bool fetch = false;
+      bool load = false;
       std::vector<v1::StreamWorker> stream_workers;
       v1::UpdateManifest digests;
     };

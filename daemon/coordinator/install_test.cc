@@ -347,6 +347,25 @@ TEST(OperatorTest, AnOperatorsResumeDoesNotUndoAnUpdatesPause) {
       HasSubstr("update/"));
 }
 
+TEST(OperatorTest, AResumeThatTheEngineDoesNotAnswerIsNotCalledWell) {
+  FakeCluster c;
+  c.AddStandard();
+  c.Ask(Pause("r1"));
+  c.Run();
+  c.intercept = [](const std::string&, const Command& command) {
+    return command.has_resume_replica();
+  };
+  const int64_t resume = c.Ask(Resume("r1"));
+  c.Pass(absl::Seconds(33));
+  ASSERT_NE(c.Answered(resume), nullptr);
+  EXPECT_EQ(c.Answered(resume)->failure.reason(), "RESUME_TIMEOUT");
+  EXPECT_EQ(c.Replica("r1").pause_holders_size(), 0);
+  // The hold is given up all the same, and the engine asked again.
+  c.intercept = nullptr;
+  c.Pass(absl::Seconds(33));
+  EXPECT_FALSE(c.engines["r1"].paused);
+}
+
 TEST(OperatorTest, AnEngineThatDoesNotPauseIsHeldAllTheSame) {
   FakeCluster c;
   c.AddStandard();
@@ -561,6 +580,7 @@ TEST(RollbackTest, WhatANodeSaysItLacksIsFetchedAgain) {
     *answer->mutable_installed() = c.engines["r1"].workers[0];
     answer->mutable_failure()->set_code(5);
     answer->mutable_failure()->set_reason("BUCKET_UNKNOWN");
+    answer->set_not_held(true);
     c.Report(node, report);
     return true;
   };
@@ -753,7 +773,8 @@ TEST(RollbackTest, NamesWhoIsNotThereYet) {
   c.Run();
   c.Pass(absl::Seconds(6));
   EXPECT_EQ(c.Answered(rollback)->failure.reason(), "ROLLBACK_TIMEOUT");
-  EXPECT_THAT(c.Answered(rollback)->failure.message(), HasSubstr("r2"));
+  EXPECT_THAT(c.Answered(rollback)->failure.message(),
+              HasSubstr("r2 (its workers install it)"));
   c.intercept = nullptr;
   c.Pass(absl::Seconds(121));  // it goes on
   ExpectAllServe(c, c.Version("1").update_id());

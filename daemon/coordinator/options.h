@@ -8,6 +8,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "weightsync/v1/types.pb.h"
 
 namespace weightsync {
 namespace daemon {
@@ -52,6 +53,14 @@ struct CoordinatorOptions {
   // Slots of a bucket through which a flow of a STREAM or IN_PLACE update
   // passes on each of its nodes.
   int stream_slots = 3;
+
+  // How updates travel that do not say it: NETWORK, DISK or NETWORK_OR_DISK.
+  v1::TransferMedium transfer_medium = v1::TRANSFER_MEDIUM_NETWORK;
+  // For the nodes of the trainers to write the checkpoint of an update that
+  // comes by way of disk.
+  absl::Duration checkpoint_timeout = absl::Minutes(10);
+  // Of them, how many stay, the newest; 0: all.
+  int checkpoints_kept = 2;
 
   // Ended updates of one model that ListVersions still shows.
   int kept_versions = 64;

@@ -246,6 +246,32 @@ Publish PublishBook::Open(const std::string& update_id) {
   return copy;
 }
 
+Fault PublishBook::CheckAside(int64_t version) const {
+  if (version != 0 && version <= floor_ &&
+      !(version == floor_ && floor_aborted_)) {
+    return Fault(
+        absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
+        absl::StrCat("version ", version, " is not above version ", floor_,
+                     ", the highest accepted; give a higher one, or 0"));
+  }
+  if (pending() != nullptr && pending()->version != 0) {
+    return Fault(absl::StatusCode::kUnavailable, "PUBLISH_WAITS",
+                 absl::StrCat("version ", pending()->version,
+                              " is being published; it comes first"));
+  }
+  return Fault();
+}
+
+int64_t PublishBook::OpenAside(int64_t version) {
+  floor_ = version == 0 ? next_version() : version;
+  floor_aborted_ = false;
+  return floor_;
+}
+
+void PublishBook::EndAside(int64_t version, const Fault& fault) {
+  if (version == floor_) floor_aborted_ = !fault.ok();
+}
+
 void PublishBook::RaiseFloor(int64_t version) {
   if (version <= floor_) return;
   floor_ = version;

@@ -123,6 +123,14 @@ class PublishBook {
   absl::optional<Publish> Expire(absl::Time now, const Fault& fault,
                                  bool force = false);
 
+  // A version that no rank publishes (LoadVersion) and that is no publish of
+  // theirs. Why it cannot be had; OK: it can. 0: the next one. Not while a
+  // publish waits that has a version of its own: kUnavailable.
+  Fault CheckAside(int64_t version) const;
+  // Takes it; it becomes the floor. REQUIRES: CheckAside.
+  int64_t OpenAside(int64_t version);
+  void EndAside(int64_t version, const Fault& fault);
+
   // A higher version is known to be out (an adopted cluster's).
   void RaiseFloor(int64_t version);
 

@@ -1,6 +1,7 @@
 #include "daemon/coordinator/registry.h"
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -417,6 +418,54 @@ int64_t Registry::StoreBytes(const std::string& model,
   return bytes;
 }
 
+namespace {
+
+using NodeIndices = std::map<std::string, int32_t>;
+using NodesLabels = std::map<std::string, std::map<std::string, std::string>>;
+
+// Those that the map names, in its order; it gets their indices.
+void AddNodes(const NodesLabels& labels, NodeIndices* nodes,
+              v1::DefineLayout* define) {
+  for (auto& node : *nodes) {
+    node.second = define->nodes_size();
+    v1::LayoutNode* out = define->add_nodes();
+    out->set_node(node.first);
+    auto it = labels.find(node.first);
+    if (it == labels.end()) continue;
+    for (const auto& label : it->second) {
+      (*out->mutable_labels())[label.first] = label.second;
+    }
+  }
+}
+
+void AddWorkers(const ModelEntry& entry, const std::set<std::string>& replicas,
+                const NodeIndices& nodes,
+                const std::function<int32_t(const std::string&)>& ordinal_of,
+                v1::DefineLayout* define) {
+  for (const std::string& name : replicas) {
+    const ReplicaEntry& replica = entry.replicas.at(name);
+    for (size_t i = 0; i < replica.workers.size(); ++i) {
+      const WorkerEntry& worker = replica.workers[i];
+      v1::LayoutWorker* out = define->add_workers();
+      out->set_replica(name);
+      out->set_worker_index(static_cast<int32_t>(i));
+      out->set_node(nodes.at(worker.node));
+      for (const v1::WantedTensor& tensor : worker.registration.tensors()) {
+        v1::OrdinalBox* box = out->add_boxes();
+        box->set_ordinal(ordinal_of(tensor.name()));
+        if (tensor.has_box()) *box->mutable_box() = tensor.box();
+      }
+    }
+  }
+}
+
+std::string Show(const v1::Parameter& parameter) {
+  return absl::StrCat(schedule::DTypeName(FromProto(parameter.dtype())), " [",
+                      absl::StrJoin(parameter.shape(), ", "), "]");
+}
+
+}  // namespace
+
 v1::DefineLayout Registry::LayoutInput(
     const std::string& model, const std::set<std::string>& replicas,
     const std::map<std::string, std::map<std::string, std::string>>& labels,
@@ -428,51 +477,138 @@ v1::DefineLayout Registry::LayoutInput(
   for (const v1::Parameter& parameter : entry.parameters) {
     *define.add_catalog() = parameter;
   }
-  std::map<std::string, int32_t> nodes;
+  NodeIndices nodes;
   for (const auto& rank : entry.ranks) nodes[rank.second.node] = 0;
   for (const std::string& name : replicas) {
     for (const WorkerEntry& worker : entry.replicas.at(name).workers) {
       nodes[worker.node] = 0;
     }
   }
-  for (auto& node : nodes) {
-    node.second = define.nodes_size();
-    v1::LayoutNode* out = define.add_nodes();
-    out->set_node(node.first);
-    auto it = labels.find(node.first);
-    if (it == labels.end()) continue;
-    for (const auto& label : it->second) {
-      (*out->mutable_labels())[label.first] = label.second;
-    }
-  }
+  AddNodes(labels, &nodes, &define);
+  const auto ordinal_of = [&entry](const std::string& name) {
+    return static_cast<int32_t>(*entry.catalog->Find(name));
+  };
   for (const auto& rank : entry.ranks) {
     v1::LayoutSource* source = define.add_sources();
     source->set_rank(rank.first);
     source->set_node(nodes[rank.second.node]);
     for (const v1::ShardBox& shard : rank.second.shards.shards()) {
       v1::OrdinalBox* box = source->add_shards();
-      box->set_ordinal(static_cast<int32_t>(*entry.catalog->Find(
-          rank.second.shards.parameters(shard.parameter()).name())));
+      box->set_ordinal(
+          ordinal_of(rank.second.shards.parameters(shard.parameter()).name()));
       if (shard.has_box()) *box->mutable_box() = shard.box();
     }
   }
+  AddWorkers(entry, replicas, nodes, ordinal_of, &define);
+  return define;
+}
+
+Fault Registry::FitCheckpoint(const std::string& model,
+                              const std::set<std::string>& replicas,
+                              std::vector<v1::Parameter>* parameters) const {
+  const auto mismatch = [](const std::string& message) {
+    return Fault(StatusCode::kFailedPrecondition, "CHECKPOINT_MISMATCH",
+                 message);
+  };
+  const ModelEntry& entry = *FindModel(model);
+  if (entry.catalog != nullptr) {
+    std::map<std::string, const v1::Parameter*> found;
+    for (const v1::Parameter& parameter : *parameters) {
+      found[parameter.name()] = &parameter;
+    }
+    for (const v1::Parameter& known : entry.parameters) {
+      auto it = found.find(known.name());
+      if (it == found.end()) {
+        return mismatch(absl::StrCat("the checkpoint lacks \"", known.name(),
+                                     "\" of ", model));
+      }
+      if (Show(*it->second) != Show(known)) {
+        return mismatch(absl::StrCat(
+            "\"", known.name(), "\" is ", Show(*it->second),
+            " in the checkpoint and ", Show(known), " in ", model));
+      }
+      found.erase(it);
+    }
+    if (!found.empty()) {
+      return mismatch(absl::StrCat("the checkpoint has \"",
+                                   found.begin()->first, "\", which ", model,
+                                   " has not"));
+    }
+    *parameters = entry.parameters;
+  }
+  std::vector<schedule::Param> params;
+  for (const v1::Parameter& parameter : *parameters) {
+    params.push_back(ParamFromProto(parameter));
+  }
+  const auto catalog = schedule::Catalog::Create(std::move(params));
+  if (!catalog.ok()) return mismatch(std::string(catalog.status().message()));
   for (const std::string& name : replicas) {
     const ReplicaEntry& replica = entry.replicas.at(name);
-    for (size_t i = 0; i < replica.workers.size(); ++i) {
-      const WorkerEntry& worker = replica.workers[i];
-      v1::LayoutWorker* out = define.add_workers();
-      out->set_replica(name);
-      out->set_worker_index(static_cast<int32_t>(i));
-      out->set_node(nodes[worker.node]);
-      for (const v1::WantedTensor& tensor : worker.registration.tensors()) {
-        v1::OrdinalBox* box = out->add_boxes();
-        box->set_ordinal(
-            static_cast<int32_t>(*entry.catalog->Find(tensor.name())));
-        if (tensor.has_box()) *box->mutable_box() = tensor.box();
+    std::vector<const v1::RegisterWorker*> workers;
+    for (const WorkerEntry& worker : replica.workers) {
+      Fault fault = CheckWanted(*catalog, worker.registration);
+      if (!fault.ok()) {
+        return mismatch(absl::StrCat(
+            model, "/replicas/", name,
+            " wants what the checkpoint has not: ", fault.message));
       }
+      workers.push_back(&worker.registration);
+    }
+    if (replica.registration.partial()) continue;
+    Fault fault = CheckCoverage(*catalog, workers,
+                                absl::StrCat(model, "/replicas/", name));
+    if (!fault.ok()) return fault;
+  }
+  return Fault();
+}
+
+v1::DefineLayout Registry::LoadInput(
+    const std::string& model, const std::set<std::string>& replicas,
+    const std::vector<v1::Parameter>& parameters,
+    const std::map<std::string, std::map<std::string, std::string>>& labels,
+    int64_t bucket_bytes) const {
+  const ModelEntry& entry = *FindModel(model);
+  v1::DefineLayout define;
+  define.set_model(model);
+  define.set_bucket_bytes(bucket_bytes);
+  std::map<std::string, int32_t> ordinals;
+  for (const v1::Parameter& parameter : parameters) {
+    ordinals[parameter.name()] = define.catalog_size();
+    *define.add_catalog() = parameter;
+  }
+  NodeIndices nodes;
+  nodes[kCheckpointSource] = 0;
+  for (const std::string& name : replicas) {
+    for (const WorkerEntry& worker : entry.replicas.at(name).workers) {
+      nodes[worker.node] = 0;
     }
   }
+  AddNodes(labels, &nodes, &define);
+  v1::LayoutSource* source = define.add_sources();
+  source->set_node(nodes[kCheckpointSource]);
+  for (int i = 0; i < define.catalog_size(); ++i) {
+    source->add_shards()->set_ordinal(i);
+  }
+  AddWorkers(
+      entry, replicas, nodes,
+      [&ordinals](const std::string& name) { return ordinals.at(name); },
+      &define);
   return define;
+}
+
+void Registry::SetCatalog(const std::string& model,
+                          const std::vector<v1::Parameter>& parameters) {
+  ModelEntry* entry = MutableModel(model);
+  if (entry == nullptr || entry->catalog != nullptr) return;
+  std::vector<schedule::Param> params;
+  for (const v1::Parameter& parameter : parameters) {
+    params.push_back(ParamFromProto(parameter));
+  }
+  auto catalog = schedule::Catalog::Create(std::move(params));
+  if (!catalog.ok()) return;
+  entry->catalog =
+      std::make_shared<const schedule::Catalog>(*std::move(catalog));
+  entry->parameters = parameters;
 }
 
 }  // namespace daemon

@@ -138,6 +138,24 @@ class Registry {
       const std::map<std::string, std::map<std::string, std::string>>& labels,
       int64_t bucket_bytes) const;
 
+  // Whether the tensors of a checkpoint are the model's: CHECKPOINT_MISMATCH,
+  // naming the tensor, or REPLICA_INCOMPLETE. `parameters` are put into the
+  // order of the catalog that there is.
+  Fault FitCheckpoint(const std::string& model,
+                      const std::set<std::string>& replicas,
+                      std::vector<v1::Parameter>* parameters) const;
+  // As LayoutInput, of a checkpoint's parameters: what would be rank 0 holds
+  // all of them, on a node of the name kCheckpointSource. REQUIRES:
+  // FitCheckpoint.
+  v1::DefineLayout LoadInput(
+      const std::string& model, const std::set<std::string>& replicas,
+      const std::vector<v1::Parameter>& parameters,
+      const std::map<std::string, std::map<std::string, std::string>>& labels,
+      int64_t bucket_bytes) const;
+  // Of a model that has no catalog yet.
+  void SetCatalog(const std::string& model,
+                  const std::vector<v1::Parameter>& parameters);
+
  private:
   ModelEntry* MutableModel(absl::string_view model);
   ReplicaEntry* MutableReplica(absl::string_view model,
@@ -151,6 +169,10 @@ class Registry {
 
   std::map<std::string, ModelEntry, std::less<>> models_;
 };
+
+// What a layout names where the bytes come from a checkpoint; no node is called
+// so.
+inline constexpr char kCheckpointSource[] = "checkpoint:";
 
 // "models/{model}" with a good {model}; `kind` "models" or "nodes".
 bool IsResourceName(absl::string_view kind, absl::string_view name);

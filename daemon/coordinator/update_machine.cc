@@ -136,6 +136,12 @@ class Stepper {
       case UpdateEvent::kCancel:
         if (BeforeCommit()) Abort(event.fault);
         return;
+      case UpdateEvent::kCheckpointWritten:
+        if (!BeforeCommit() || s_.checkpoint_written) return;
+        if (!event.fault.ok()) return Abort(event.fault);
+        s_.checkpoint_written = true;
+        Progress();
+        return;
       default:
         return TakeReplica(event);
     }
@@ -150,11 +156,15 @@ class Stepper {
     if (rank.copied) return;
     rank.copied = true;
     Progress();
-    for (const UpdateRank& other : s_.ranks) {
-      if (!other.copied) return;
+    NoteAllCopied();
+    if (s_.all_copied && InTransfer()) TellAll(UpdateAction::kManifest);
+  }
+
+  void NoteAllCopied() {
+    for (const UpdateRank& rank : s_.ranks) {
+      if (!rank.copied) return;
     }
     s_.all_copied = true;
-    if (InTransfer()) TellAll(UpdateAction::kManifest);
   }
 
   void NodePrepared(const UpdateEvent& event) {
@@ -164,6 +174,10 @@ class Stepper {
       node.prepared_epoch = event.epoch;
     } else if (WorthRetrying(event)) {
       Reconfigure(event.fault);
+    } else if (CanGoByDisk() &&
+               event.fault.code != absl::StatusCode::kResourceExhausted &&
+               event.fault.code != absl::StatusCode::kInvalidArgument) {
+      GoByDisk();
     } else {
       Abort(event.fault);
     }
@@ -196,11 +210,22 @@ class Stepper {
       node.excluded = true;
       return;
     }
-    for (const UpdateRank& rank : s_.ranks) {
-      if (rank.node == event.node) return Abort(event.fault);
+    for (UpdateRank& rank : s_.ranks) {
+      if (rank.node != event.node) continue;
+      if (!config_.from_checkpoint) return Abort(event.fault);
+      // What it alone has read nobody else needs.
+      rank.copied = true;
     }
     node.excluded = true;
-    if (InTransfer()) Reconfigure(event.fault);
+    if (config_.from_checkpoint) {
+      if (std::none_of(s_.nodes.begin(), s_.nodes.end(),
+                       [](const UpdateNode& other) { return other.In(); })) {
+        return Abort(event.fault);
+      }
+      NoteAllCopied();
+    }
+    // One that is gone says nothing about the network.
+    if (InTransfer()) Reconfigure(event.fault, /*of_route=*/false);
   }
 
   void NodeBack(int index) {
@@ -284,6 +309,14 @@ class Stepper {
                   absl::StrCat("the update before it did not end within ",
                                absl::FormatDuration(config_.queue_timeout),
                                "; publish again")));
+    } else if (s_.phase == UpdatePhase::kPreparing && CanGoByDisk()) {
+      GoByDisk();
+    } else if (s_.phase == UpdatePhase::kMoving && Writing()) {
+      Abort(Fault(
+          absl::StatusCode::kDeadlineExceeded, "SAVE_TIMEOUT",
+          absl::StrCat("the checkpoint by which it comes was not "
+                       "written within ",
+                       absl::FormatDuration(config_.checkpoint_timeout))));
     } else if (s_.phase == UpdatePhase::kPreparing) {
       std::vector<std::string> late;
       for (const UpdateNode& node : s_.nodes) {
@@ -370,12 +403,13 @@ class Stepper {
           return true;
         }
         Enter(UpdatePhase::kMoving);
+        if (Writing()) s_.deadline = now_ + config_.checkpoint_timeout;
         Progress();
         TellAll(UpdateAction::kMove);
         return true;
 
       case UpdatePhase::kMoving:
-        if (!s_.AllVerified()) return false;
+        if (!s_.AllVerified() || Writing()) return false;
         if (!config_.stream) ReleaseSources();
         if (s_.blocked) {
           if (!s_.at_barrier) {
@@ -508,7 +542,28 @@ class Stepper {
     if (s_.all_copied) TellAll(UpdateAction::kManifest);
   }
 
-  void Reconfigure(const Fault& fault) {
+  // Half of the way by disk: nobody reads yet.
+  bool Writing() const { return s_.disk && !s_.checkpoint_written; }
+
+  bool CanGoByDisk() const {
+    return config_.disk_fallback && !s_.disk && Moving();
+  }
+
+  void GoByDisk() {
+    s_.disk = true;
+    s_.reconfigurations = 0;
+    s_.bad_edges.clear();
+    Do(UpdateAction::kByDisk, 0);
+    Enter(UpdatePhase::kPreparing);
+    Prepare();
+  }
+
+  void Reconfigure(const Fault& fault, bool of_route = true) {
+    // One other route is tried.
+    if (CanGoByDisk() && (s_.reconfigurations >= config_.max_reconfigurations ||
+                          (of_route && s_.reconfigurations > 0))) {
+      return GoByDisk();
+    }
     if (s_.reconfigurations >= config_.max_reconfigurations) {
       return Abort(Fault(fault.code, fault.reason,
                          absl::StrCat(fault.message, " (given up after ",
@@ -563,7 +618,7 @@ class Stepper {
   }
 
   void Progress() {
-    if (s_.phase == UpdatePhase::kMoving && !s_.at_barrier) {
+    if (s_.phase == UpdatePhase::kMoving && !s_.at_barrier && !Writing()) {
       s_.deadline = now_ + 2 * config_.progress_timeout;
     }
   }
@@ -609,7 +664,9 @@ class Stepper {
 void BeginUpdate(const UpdateConfig& config, absl::Time now,
                  UpdateState* state) {
   state->phase = UpdatePhase::kGathering;
-  state->gather_deadline = now + config.gather_timeout;
+  // What is read of a checkpoint is watched like any other transfer.
+  state->gather_deadline = config.from_checkpoint ? absl::InfiniteFuture()
+                                                  : now + config.gather_timeout;
   state->deadline = absl::InfiniteFuture();
 }
 

@@ -47,6 +47,12 @@
 // kReleaseSources (IN_PLACE) goes to each source node once its ranks' bytes are
 // whole elsewhere: all verified (STAGE), committed (STREAM).
 //
+// By way of disk (`disk`; with disk_fallback once the groups have failed) nodes
+// prepare for a checkpoint, and MOVING has two halves: its writing, which
+// checkpoint_timeout bounds, until kCheckpointWritten; then its reading. An
+// update from a checkpoint that is there (from_checkpoint) has no ranks of
+// trainers: each receiving node stands for one, copied once it has read.
+//
 // kManifest goes to each node once all ranks are copied and the node was told
 // to prepare. What an event says twice, of an older epoch, or of somebody who
 // is not in it any more, changes nothing.
@@ -100,6 +106,12 @@ struct UpdateConfig {
   int max_unavailable = 0;
   // DeliveryPolicy LATEST.
   bool latest = false;
+  // TransferMedium NETWORK_OR_DISK.
+  bool disk_fallback = false;
+  // For the nodes of the ranks to write the checkpoint by which it comes.
+  absl::Duration checkpoint_timeout = absl::Minutes(10);
+  // LoadVersion.
+  bool from_checkpoint = false;
 };
 
 struct UpdateRank {
@@ -157,6 +169,9 @@ struct UpdateState {
 
   bool all_copied = false;
   bool committed = false;
+  // It comes by way of a checkpoint, and that is complete.
+  bool disk = false;
+  bool checkpoint_written = false;
   // An older update of the model has not ended.
   bool blocked = false;
   // LATEST: all is verified behind that one, and kAtBarrier was said.
@@ -200,8 +215,9 @@ struct UpdateEvent {
     // Recovery: a participant of the committed update is here. `installed`: it
     // has it already.
     kReplicaBack,
-    kUnblocked,  // the older update has ended
-    kCancel,     // `fault`
+    kUnblocked,          // the older update has ended
+    kCancel,             // `fault`
+    kCheckpointWritten,  // by way of disk; `fault`
   };
   Kind kind = kTick;
   int rank = 0;
@@ -218,6 +234,7 @@ struct UpdateEvent {
 struct UpdateAction {
   enum Kind : uint8_t {
     kPhase,     // the phase is now `phase`
+    kByDisk,    // from now on it comes by way of a checkpoint
     kPrepare,   // `node`, at state.epoch; flows are those of the nodes in it
     kMove,      // `node`, at state.epoch
     kManifest,  // `node`

@@ -109,6 +109,18 @@ DEFINE_string(
     on_isolation, "KEEP_SERVING",
     "What replicas of this node do when the coordinator has been away for "
     "--max_staleness: KEEP_SERVING or PAUSE.");
+DEFINE_string(checkpoint_root, "",
+              "Directory below which checkpoints are written and read "
+              "(weightsyncctl save and load, --update=disk); on a file system "
+              "that all nodes see, where several take part. Empty: none.");
+DEFINE_string(
+    update, "network",
+    "Coordinator: how updates travel that do not say it themselves: network; "
+    "disk (a checkpoint below --checkpoint_root); or network_or_disk: disk for "
+    "an update whose groups cannot be made.");
+DEFINE_int32(checkpoints_kept, 2,
+             "Coordinator: of the checkpoints by which updates of a model came "
+             "(--update=disk), how many stay, the newest. 0: all.");
 DEFINE_int32(
     copy_threads, 0,
     "Threads that copy host memory. 0: one for each processor, at most 8.");
@@ -134,6 +146,10 @@ DEFINE_duration(publish_timeout, "120s",
                 "How long PublishVersion waits for missing ranks or for the "
                 "update before it, at "
                 "most.");
+DEFINE_duration(checkpoint_timeout, "10m",
+                "Coordinator: for the nodes of the trainers to write the "
+                "checkpoint of an update that goes by way of disk; reading it "
+                "is watched by --progress_timeout from then on.");
 DEFINE_duration(
     barrier_timeout, "30s",
     "Coordinator: a replica that is paused and hears of no commit for this "
@@ -277,6 +293,7 @@ absl::Status ReadDeadlines(Deadlines* out) {
       {"apply_timeout", &FLAGS_apply_timeout, &out->apply},
       {"resume_timeout", &FLAGS_resume_timeout, &out->resume},
       {"publish_timeout", &FLAGS_publish_timeout, &out->publish},
+      {"checkpoint_timeout", &FLAGS_checkpoint_timeout, &out->checkpoint},
       {"barrier_timeout", &FLAGS_barrier_timeout, &out->barrier},
       {"operation_timeout", &FLAGS_operation_timeout, &out->operation},
       {"heartbeat_interval", &FLAGS_heartbeat_interval,
@@ -429,6 +446,22 @@ absl::StatusOr<Options> OptionsFromFlags() {
                      "give KEEP_SERVING or PAUSE");
   }
   options.pause_on_isolation = FLAGS_on_isolation == "PAUSE";
+  options.checkpoint_root = FLAGS_checkpoint_root;
+  if (FLAGS_update == "network") {
+    options.update = Options::Update::kNetwork;
+  } else if (FLAGS_update == "disk") {
+    options.update = Options::Update::kDisk;
+  } else if (FLAGS_update == "network_or_disk") {
+    options.update = Options::Update::kNetworkOrDisk;
+  } else {
+    return FlagError("update", FLAGS_update,
+                     "give network, disk or network_or_disk");
+  }
+  if (FLAGS_checkpoints_kept < 0) {
+    return FlagError("checkpoints_kept", absl::StrCat(FLAGS_checkpoints_kept),
+                     "give a number, or 0 to keep all");
+  }
+  options.checkpoints_kept = FLAGS_checkpoints_kept;
   if (FLAGS_copy_threads < 0 || FLAGS_copy_threads > 256) {
     return FlagError("copy_threads", absl::StrCat(FLAGS_copy_threads),
                      "give 0 to 256");

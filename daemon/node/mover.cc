@@ -48,6 +48,11 @@ void Mover::SetSink(StreamSink* sink) {
   sink_ = sink;
 }
 
+void Mover::SetCheckpoints(Checkpoints* checkpoints) {
+  absl::MutexLock lock(&mutex_);
+  checkpoints_ = checkpoints;
+}
+
 void Mover::SetClusterId(const std::string& cluster_id) {
   absl::MutexLock lock(&mutex_);
   cluster_id_ = cluster_id;
@@ -121,6 +126,7 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(
   context.memory = memory_;
   context.groups = groups_;
   context.sink = sink_;
+  context.checkpoints = checkpoints_;
   std::shared_ptr<NodeUpdate>& run = runs_[key];
   // A dry run or a fetch that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));

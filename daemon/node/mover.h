@@ -56,6 +56,7 @@
 namespace weightsync {
 namespace daemon {
 
+class Checkpoints;
 class NodeUpdate;
 
 // What a rank gives to SnapshotRank.
@@ -107,6 +108,10 @@ class Mover {
   // The workers of this node, for STREAM; outlives the mover's last command.
   // Before the first one.
   void SetSink(StreamSink* sink);
+
+  // For updates by way of a checkpoint; outlives the mover. Before the first
+  // command.
+  void SetCheckpoints(Checkpoints* checkpoints);
 
   // Before the first PrepareUpdate: from Welcome.
   void SetClusterId(const std::string& cluster_id);
@@ -178,6 +183,7 @@ class Mover {
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;
   std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
   StreamSink* sink_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  Checkpoints* checkpoints_ ABSL_GUARDED_BY(mutex_) = nullptr;
   absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
       ABSL_GUARDED_BY(mutex_);
   // Told to end, and not done yet.

@@ -208,6 +208,7 @@ void NodeUpdate::Drive() {
                        context_.progress_timeout);
         round_->stream_workers.assign(move->stream_workers().begin(),
                                       move->stream_workers().end());
+        round_->checkpoint_path = move->checkpoint().path();
         round_->move = true;
       }
     }
@@ -405,6 +406,7 @@ void NodeUpdate::LookAtBytes() {
   if (moving && !round_->verified && absl::Now() >= next_progress_) {
     ReportProgress(false);
   }
+  if (complete && moving && round_->load && !round_->loaded) ReportLoaded();
   if (!complete || !has_manifest || round_->verified) return;
   // A STREAM that has nothing to receive still waits for its workers.
   if (round_->stream && !moving) return;

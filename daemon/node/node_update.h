@@ -40,6 +40,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
+#include "daemon/node/checkpoints.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
@@ -72,6 +73,8 @@ class NodeUpdate {
     transport::GroupFactory* groups = nullptr;
     // Null where no worker can take part in a STREAM.
     StreamSink* sink = nullptr;
+    // Null where nothing can come by way of a checkpoint.
+    Checkpoints* checkpoints = nullptr;
     // Earlier runs of the same update that are ending: until they have, what
     // they reserved in the store is theirs to drop. Waited for before anything
     // is done; they are told to end, so that is bounded.
@@ -129,6 +132,8 @@ class NodeUpdate {
     std::unique_ptr<transport::Group> group;
     // Of a flow that moves as a whole.
     std::vector<std::shared_ptr<transport::Landing>> landings;
+    // By way of a checkpoint: no group.
+    bool disk = false;
     // Of a lane.
     bool lane = false;
     std::vector<int32_t> buckets;
@@ -149,7 +154,10 @@ class NodeUpdate {
     bool stream = false;
     bool in_place = false;
     bool fetch = false;
+    bool disk = false;
+    bool load = false;
     // Guarded by the run's mutex_.
+    std::string checkpoint_path;
     bool closed = false;
     bool move = false;
     absl::Duration progress_timeout;
@@ -158,6 +166,7 @@ class NodeUpdate {
     bool answered = false;
     bool prepared = false;
     bool verified = false;
+    bool loaded = false;  // what was read was reported
     absl::Time prepared_time;
     std::set<std::string> blamed;
   };
@@ -207,6 +216,14 @@ class NodeUpdate {
                                absl::Duration patience);
   void PassToWorkers(int32_t bucket, const v1::SlotLocation& where);
   void RunFlow(Round* round, FlowRun* flow);
+  // ---- By way of a checkpoint: node_update_disk.cc ----
+  void AddDiskFlow(Round* round, const std::set<int32_t>& received);
+  absl::Status MoveFromDisk(Round* round, FlowRun* flow);
+  absl::Status ReadLanding(const Round& round, const CheckpointData& data,
+                           transport::Landing* landing);
+  bool IsClosed(const Round& round) ABSL_LOCKS_EXCLUDED(mutex_);
+  // What a load's source is found to hold.
+  void ReportLoaded();
   void CloseRound(const absl::Status& why);
   // What has happened since the last look, as reports.
   void LookAtFlows();

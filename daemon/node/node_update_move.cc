@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -64,6 +65,16 @@ absl::Status NodeUpdate::FillRound(Round* round) {
   round->stream = command.update_mode() == v1::UPDATE_MODE_STREAM;
   round->in_place = command.publish_mode() == v1::PUBLISH_MODE_IN_PLACE;
   round->fetch = command.fetch();
+  round->disk = command.has_checkpoint();
+  round->load = command.load();
+  if (round->disk &&
+      (round->stream || round->in_place || context_.checkpoints == nullptr)) {
+    return MakeError(absl::StatusCode::kUnimplemented,
+                     "UPDATE_MODE_UNIMPLEMENTED",
+                     absl::StrCat("node ", context_.node,
+                                  " takes nothing but STAGE and SNAPSHOT by "
+                                  "way of a checkpoint"));
+  }
   if (round->stream && context_.sink == nullptr) {
     return MakeError(absl::StatusCode::kUnimplemented,
                      "UPDATE_MODE_UNIMPLEMENTED",
@@ -97,6 +108,12 @@ absl::Status NodeUpdate::FillStore(Round* round) {
       }
       (self > 0 ? received : held).insert(bucket);
     }
+  }
+  if (round->disk) {
+    const std::vector<int32_t> local = layout_->LocalSourceBuckets();
+    std::set_difference(layout_->needed_buckets.begin(),
+                        layout_->needed_buckets.end(), local.begin(),
+                        local.end(), std::inserter(received, received.end()));
   }
   received_.insert(received.begin(), received.end());
   receives_ = receives_ || !received.empty();
@@ -154,6 +171,10 @@ absl::Status NodeUpdate::FillStore(Round* round) {
 }
 
 absl::Status NodeUpdate::FillFlows(Round* round) {
+  if (round->disk) {
+    AddDiskFlow(round, received_);
+    return absl::OkStatus();
+  }
   std::set<int32_t> in_flows;
   for (const v1::Flow& flow : round->command.flows()) {
     int self = 0;
@@ -266,6 +287,9 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
                  context_.prepare_timeout);
   absl::Status status;
   if (flow->group != nullptr) status = flow->group->Join(timeout);
+  if (flow->disk) {
+    status = context_.checkpoints->See(round->command.checkpoint());
+  }
   absl::Duration patience;
   {
     absl::MutexLock lock(&mutex_);
@@ -281,8 +305,9 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
     if (round->closed) return;
     patience = round->progress_timeout;
   }
-  status = flow->lane ? MoveLane(round, flow, patience)
-                      : MoveWhole(round, flow, patience);
+  status = flow->disk   ? MoveFromDisk(round, flow)
+           : flow->lane ? MoveLane(round, flow, patience)
+                        : MoveWhole(round, flow, patience);
   absl::MutexLock lock(&mutex_);
   flow->done = true;
   flow->status = status;

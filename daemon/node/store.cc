@@ -753,7 +753,8 @@ absl::StatusOr<v1::SlotLocation> Store::LocationOf(const std::string& update_id,
 }
 
 absl::StatusOr<std::vector<BucketRoom>> Store::Rooms(
-    const std::string& update_id, const std::vector<int32_t>& buckets) {
+    const std::string& update_id, const std::vector<int32_t>& buckets,
+    bool incoming) {
   absl::MutexLock lock(&mutex_);
   const Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
@@ -761,7 +762,7 @@ absl::StatusOr<std::vector<BucketRoom>> Store::Rooms(
   rooms.reserve(buckets.size());
   for (int32_t bucket : buckets) {
     auto it = entry->buckets.find(bucket);
-    if (it == entry->buckets.end() || !it->second.whole) {
+    if (it == entry->buckets.end() || (!it->second.whole && !incoming)) {
       return BucketUnknown(update_id, bucket);
     }
     rooms.push_back(RoomOf(bucket, it->second));

@@ -236,8 +236,10 @@ class Store {
                                               int32_t bucket) const;
   // Where whole buckets lie in this process, for sending them. Errors of
   // Locate. REQUIRES: the update is pinned.
+  // `incoming`: also those that are not known to be whole, for who knows it.
   absl::StatusOr<std::vector<BucketRoom>> Rooms(
-      const std::string& update_id, const std::vector<int32_t>& buckets);
+      const std::string& update_id, const std::vector<int32_t>& buckets,
+      bool incoming = false);
 
   // Memory of `bytes` for a flow of `model` through this node. Errors of
   // Reserve.

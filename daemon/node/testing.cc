@@ -240,9 +240,20 @@ TestNode::TestNode(std::string name, Options options)
   mover_ = std::make_unique<Mover>(mover, &layouts_, store_.get(), &memory_,
                                    endpoint_.get());
   mover_->SetClusterId(kCluster);
+  Checkpoints::Options checkpoints;
+  checkpoints.node = name_;
+  checkpoints.root = options.checkpoint_root;
+  checkpoints.state_dir = options.state_dir;
+  checkpoints.report = mover.report;
+  checkpoints_ =
+      std::make_unique<Checkpoints>(checkpoints, &layouts_, store_.get());
+  mover_->SetCheckpoints(checkpoints_.get());
 }
 
-TestNode::~TestNode() { mover_->Shutdown(); }
+TestNode::~TestNode() {
+  mover_->Shutdown();
+  checkpoints_->Shutdown();
+}
 
 v1::NodeReport TestNode::WaitFor(
     std::function<bool(const v1::NodeReport&)> wanted, absl::Duration timeout) {

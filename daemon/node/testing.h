@@ -16,6 +16,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "daemon/node/checkpoints.h"
 #include "daemon/node/copy_plan.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/mover.h"
@@ -107,6 +108,9 @@ class TestNode : public Store::Observer {
     transport::FaultPolicy* faults = nullptr;
     absl::Duration prepare_timeout = absl::Seconds(20);
     absl::Duration peer_deadline = absl::Seconds(5);
+    // Of Checkpoints; empty: none.
+    std::string checkpoint_root;
+    std::string state_dir;
   };
 
   explicit TestNode(std::string name) : TestNode(std::move(name), Options()) {}
@@ -117,6 +121,7 @@ class TestNode : public Store::Observer {
   LayoutBook& layouts() { return layouts_; }
   Store& store() { return *store_; }
   Mover& mover() { return *mover_; }
+  Checkpoints& checkpoints() { return *checkpoints_; }
   transport::HostMemory& memory() { return memory_; }
   std::string address() const { return endpoint_->address(); }
 
@@ -167,6 +172,7 @@ class TestNode : public Store::Observer {
   std::vector<std::string> dropped_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::string> evicted_ ABSL_GUARDED_BY(mutex_);
 
+  std::unique_ptr<Checkpoints> checkpoints_;
   std::unique_ptr<Mover> mover_;
 };
 

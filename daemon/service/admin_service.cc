@@ -419,12 +419,37 @@ grpc::ServerUnaryReactor* AdminServiceImpl::DeleteReplica(
                                   v1::DeleteReplicaResponse));
 }
 
+grpc::ServerUnaryReactor* AdminServiceImpl::RemoveModel(
+    grpc::CallbackServerContext* context, const v1::RemoveModelRequest* request,
+    v1::Model* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(RemoveModel, v1::RemoveModelRequest, v1::Model));
+}
+
 grpc::ServerUnaryReactor* AdminServiceImpl::AdoptCluster(
     grpc::CallbackServerContext* context,
     const v1::AdoptClusterRequest* request, v1::Cluster* response) {
   return Change(
       context, request, response, deadlines_.call,
       WEIGHTSYNC_METHOD(AdoptCluster, v1::AdoptClusterRequest, v1::Cluster));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::SaveVersion(
+    grpc::CallbackServerContext* context, const v1::SaveVersionRequest* request,
+    v1::SaveVersionResponse* response) {
+  return Change(context, request, response,
+                Wish(*request, deadlines_.operation),
+                WEIGHTSYNC_METHOD(SaveVersion, v1::SaveVersionRequest,
+                                  v1::SaveVersionResponse));
+}
+
+grpc::ServerUnaryReactor* AdminServiceImpl::LoadVersion(
+    grpc::CallbackServerContext* context, const v1::LoadVersionRequest* request,
+    v1::Version* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(LoadVersion, v1::LoadVersionRequest, v1::Version));
 }
 
 grpc::ServerWriteReactor<v1::Version>* AdminServiceImpl::WatchVersion(

@@ -110,9 +110,19 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
       grpc::CallbackServerContext* context,
       const v1::DeleteReplicaRequest* request,
       v1::DeleteReplicaResponse* response) override;
+  grpc::ServerUnaryReactor* RemoveModel(grpc::CallbackServerContext* context,
+                                        const v1::RemoveModelRequest* request,
+                                        v1::Model* response) override;
   grpc::ServerUnaryReactor* AdoptCluster(grpc::CallbackServerContext* context,
                                          const v1::AdoptClusterRequest* request,
                                          v1::Cluster* response) override;
+  grpc::ServerUnaryReactor* SaveVersion(
+      grpc::CallbackServerContext* context,
+      const v1::SaveVersionRequest* request,
+      v1::SaveVersionResponse* response) override;
+  grpc::ServerUnaryReactor* LoadVersion(grpc::CallbackServerContext* context,
+                                        const v1::LoadVersionRequest* request,
+                                        v1::Version* response) override;
 
   // Ends all watches, and those that come later.
   void Shutdown();

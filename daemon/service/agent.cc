@@ -31,6 +31,16 @@ Mover::Options MoverOptions(const Options& options,
   return mover;
 }
 
+Checkpoints::Options CheckpointOptions(
+    const Options& options, std::function<void(v1::NodeReport)> report) {
+  Checkpoints::Options checkpoints;
+  checkpoints.node = options.node;
+  checkpoints.root = options.checkpoint_root;
+  checkpoints.state_dir = options.state_dir;
+  checkpoints.report = std::move(report);
+  return checkpoints;
+}
+
 Store::Options StoreOptions(const Options& options) {
   Store::Options store;
   store.budget_bytes = options.store_budget_bytes;
@@ -75,6 +85,15 @@ Agent::Agent(const Options& options, Parts parts)
       incarnation_(RandomId()),
       layouts_(options_.node),
       store_(StoreOptions(options_), parts_.memory, this),
+      checkpoints_(
+          CheckpointOptions(options_,
+                            [this](v1::NodeReport report) {
+                              loop_.Post(
+                                  [this, report = std::move(report)]() mutable {
+                                    link_.Report(std::move(report));
+                                  });
+                            }),
+          &layouts_, &store_),
       mover_(MoverOptions(options_,
                           [this](v1::NodeReport report) {
                             loop_.Post(
@@ -95,6 +114,7 @@ Agent::Agent(const Options& options, Parts parts)
       newest_term_(parts_.newest_term),
       last_check_(absl::Now()) {
   mover_.SetSink(replicas_.stream_sink());
+  mover_.SetCheckpoints(&checkpoints_);
   trainers_.OnArenaGone([this](const std::string& arena_id) {
     replicas_.ArenaDropped(arena_id);
   });
@@ -123,6 +143,7 @@ void Agent::Shutdown() {
   ended.WaitForNotification();
   if (started_) link_.Stop();
   mover_.Shutdown();
+  checkpoints_.Shutdown();
   data_.Stop();
   copies_.Stop();
   // Frees the memory of the sessions that were ended.
@@ -175,10 +196,12 @@ absl::Status Agent::OnWelcome(const v1::Welcome& welcome) {
   if (welcome.term() > newest_term_) {
     if (newest_term_ > 0) {
       // What the coordinator before it had begun and not decided is over.
-      mover_.AbandonUpdates(
+      const absl::Status why =
           ErrorStatus(absl::StatusCode::kAborted, "COORDINATOR_RESTARTED",
                       "the coordinator was started again while the update "
-                      "moved; publish again"));
+                      "moved; publish again");
+      mover_.AbandonUpdates(why);
+      checkpoints_.AbandonAll(why);
     }
     newest_term_ = welcome.term();
     snapshots_.clear();
@@ -218,10 +241,12 @@ void Agent::OnLost(const absl::Status& why) {
   replicas_.CoordinatorLost(absl::Now());
   loop_.PostAfter(options_.deadlines.node_reconnect_grace, [this, loss, why] {
     if (loss != losses_) return;
-    mover_.AbandonUpdates(ErrorStatus(
-        absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
-        absl::StrCat("node ", options_.node,
-                     " has lost the coordinator: ", why.message())));
+    const absl::Status lost =
+        ErrorStatus(absl::StatusCode::kUnavailable, "COORDINATOR_UNREACHABLE",
+                    absl::StrCat("node ", options_.node,
+                                 " has lost the coordinator: ", why.message()));
+    mover_.AbandonUpdates(lost);
+    checkpoints_.AbandonAll(lost);
   });
 }
 
@@ -271,6 +296,27 @@ void Agent::OnCommand(v1::NodeCommand command) {
         mover_.ReleaseSources(command.release_sources());
       });
       return;
+    // Behind the layouts that they name.
+    case v1::NodeCommand::kWriteCheckpoint:
+      data_.Post([this, command = std::move(command)] {
+        checkpoints_.WriteCheckpoint(command.write_checkpoint());
+      });
+      return;
+    case v1::NodeCommand::kCompleteCheckpoint:
+      data_.Post([this, command = std::move(command)] {
+        checkpoints_.CompleteCheckpoint(command.complete_checkpoint());
+      });
+      return;
+    case v1::NodeCommand::kReadCheckpoint:
+      data_.Post([this, command = std::move(command)] {
+        checkpoints_.ReadCheckpoint(command.read_checkpoint());
+      });
+      return;
+    case v1::NodeCommand::kPruneCheckpoints:
+      data_.Post([this, command = std::move(command)] {
+        checkpoints_.PruneCheckpoints(command.prune_checkpoints());
+      });
+      return;
     case v1::NodeCommand::kDigestWorker:
       replicas_.Digest(command.digest_worker());
       return;
@@ -279,6 +325,9 @@ void Agent::OnCommand(v1::NodeCommand command) {
       return;
     case v1::NodeCommand::kApplyWorker:
       replicas_.Apply(command.apply_worker());
+      return;
+    case v1::NodeCommand::kRemoveWorker:
+      replicas_.Remove(command.remove_worker());
       return;
     case v1::NodeCommand::kResumeReplica:
       replicas_.Resume(command.resume_replica());

@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "daemon/node/layouts.h"
+#include "daemon/node/checkpoints.h"
 #include "daemon/node/mover.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
@@ -116,6 +117,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   Loop reserving_{"ws-reserve"};
   TaskThreads copies_{"ws-snapshot"};
   Store store_;
+  Checkpoints checkpoints_;
   Mover mover_;
   NodeLink link_;
   StoreRoom room_;

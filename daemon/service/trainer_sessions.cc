@@ -308,6 +308,22 @@ void TrainerSessions::AllocateArena(
       });
 }
 
+absl::Status TrainerSessions::AddForeign(
+    pid_t process, absl::StatusOr<transport::UniqueFd> fd,
+    const std::string& name, int64_t bytes, Registration* registration) {
+  if (!fd.ok()) return fd.status();
+  const absl::Status allowed = MayName(process, *fd, name);
+  if (!allowed.ok()) return allowed;
+  absl::StatusOr<std::unique_ptr<transport::ForeignMemory>> mapped =
+      transport::ForeignMemory::Map(*fd, 0, bytes, /*writable=*/false);
+  if (!mapped.ok()) return mapped.status();
+  std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
+  registration->regions.push_back({memory->data(), bytes, !memory->sealed(),
+                                   /*arena=*/nullptr, /*arena_id=*/""});
+  registration->memory.push_back(memory);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<TrainerSessions::Registration>>
 TrainerSessions::Resolve(const Session& session,
                          const v1::RegisterShardsRequest& request,
@@ -339,21 +355,30 @@ TrainerSessions::Resolve(const Session& session,
         break;
       }
       case v1::MemoryHandle::kPosixShm: {
-        absl::StatusOr<transport::UniqueFd> fd = transport::OpenPosixShm(
-            region.memory().posix_shm().name(), /*writable=*/false);
-        if (!fd.ok()) return ApiStatus(fd.status());
-        const absl::Status allowed =
-            MayName(session.process, *fd, region.memory().posix_shm().name());
-        if (!allowed.ok()) return ApiStatus(allowed);
-        absl::StatusOr<std::unique_ptr<transport::ForeignMemory>> mapped =
-            transport::ForeignMemory::Map(*fd, 0, region.size_bytes(),
-                                          /*writable=*/false);
-        if (!mapped.ok()) return ApiStatus(mapped.status());
-        std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
-        registration->regions.push_back({memory->data(), region.size_bytes(),
-                                         !memory->sealed(),
-                                         /*arena=*/nullptr, /*arena_id=*/""});
-        registration->memory.push_back(memory);
+        const std::string& name = region.memory().posix_shm().name();
+        const absl::Status status = AddForeign(
+            session.process, transport::OpenPosixShm(name, /*writable=*/false),
+            name, region.size_bytes(), registration.get());
+        if (!status.ok()) return ApiStatus(status);
+        break;
+      }
+      case v1::MemoryHandle::kOpenFile: {
+        const v1::OpenFileMemory& file = region.memory().open_file();
+        if (session.process <= 0) {
+          return ErrorStatus(
+              absl::StatusCode::kNotFound, "MEMORY_UNKNOWN",
+              absl::StrCat("process ", session.identity.pid(),
+                           " is none that this daemon sees, so it cannot open "
+                           "the files that it has open: give both one pid "
+                           "namespace, or keep the tensors in an arena"));
+        }
+        const absl::Status status = AddForeign(
+            session.process,
+            transport::OpenProcessFile(session.process, file.fd(),
+                                       file.device(), file.inode()),
+            absl::StrCat("descriptor ", file.fd()), region.size_bytes(),
+            registration.get());
+        if (!status.ok()) return ApiStatus(status);
         break;
       }
       case v1::MemoryHandle::kCudaIpc: {

@@ -27,6 +27,7 @@
 #include "daemon/service/device_memory.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "transport/host/unique_fd.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/trainer.pb.h"
@@ -117,6 +118,11 @@ class TrainerSessions {
   void AnnounceShards(Session* session);
   void End(uint64_t id, const absl::Status& why);
 
+  // Maps memory that `process` owns as one more region.
+  static absl::Status AddForeign(pid_t process,
+                                 absl::StatusOr<transport::UniqueFd> fd,
+                                 const std::string& name, int64_t bytes,
+                                 Registration* registration);
   // Allocations on GPUs, by region; null for regions of other kinds.
   using DeviceRegions = std::vector<std::shared_ptr<const DeviceRegion>>;
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(

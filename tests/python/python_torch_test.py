@@ -4,6 +4,7 @@ What a rank holds is compared with what torch itself says or gathers: nothing th
 believed. Several ranks are processes of their own, with gloo.
 """
 
+import gc
 import itertools
 import math
 import os
@@ -125,13 +126,29 @@ def test_the_files_that_torch_shares_are_read_where_they_lie(address, model):
         mine["w"] += 1
         trainer.publish().wait(60)
         assert torch.equal(live["w"], torch.arange(1000.0) + 1)
-    # Without a name (the other strategy) they are copied.
-    unnamed = {"w": torch.ones(1000).share_memory_()}
-    with weightsync.Trainer(f"{model}.2", address=address) as trainer, serve(f"{model}.2", address, live):
-        trainer.register(unnamed)
-        assert trainer._shards[0].target is not None
+
+
+def test_the_descriptors_that_torch_shares_are_read_where_they_lie(address, model):
+    """Its other strategy, the default on Linux: files that have no name any more."""
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    mine = {"a": torch.arange(1000.0).share_memory_(), "b": torch.arange(77).share_memory_()}
+    mine["c"] = mine["a"][100:900:2]
+    live = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in mine.items()}
+    with weightsync.Trainer(model, address=address) as trainer, serve(model, address, live):
+        trainer.register(mine)
+        assert all(shard.target is None for shard in trainer._shards) and not trainer._arenas
+        mine["a"] += 1
         trainer.publish().wait(60)
-        assert torch.equal(live["w"], torch.ones(1000))
+        assert torch.equal(live["a"], torch.arange(1000.0) + 1)
+        assert torch.equal(live["b"], torch.arange(77)) and torch.equal(live["c"], live["a"][100:900:2])
+        # Memory that is not used any more is not kept either.
+        kept = len(os.listdir("/proc/self/fd"))
+        mine = {name: torch.zeros_like(tensor).share_memory_() for name, tensor in mine.items()}
+        gc.collect()
+        trainer.register(mine)
+        assert len(os.listdir("/proc/self/fd")) <= kept + 2
+        trainer.publish().wait(60)
+        assert not live["a"].any()
 
 
 def test_strides_and_casts(address, model):

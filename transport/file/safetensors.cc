@@ -338,23 +338,9 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(
 }
 
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
-    const std::string& path) {
-  UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (fd.get() < 0) {
-    const int error = errno;
-    if (error == ENOENT || error == ENOTDIR) {
-      return MakeErrnoError(absl::StatusCode::kNotFound, "FILE_UNKNOWN", path,
-                            error);
-    }
-    if (error == EACCES || error == EPERM) {
-      return MakeErrnoError(absl::StatusCode::kPermissionDenied, "FILE_DENIED",
-                            path, error);
-    }
-    return MakeErrnoError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",
-                          path, error);
-  }
+    int fd, const std::string& path) {
   struct stat info;
-  if (fstat(fd.get(), &info) != 0) {
+  if (fstat(fd, &info) != 0) {
     return MakeErrnoError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",
                           path, errno);
   }
@@ -367,8 +353,8 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
     while (start.size() < wanted) {
       const size_t have = start.size();
       start.resize(wanted);
-      const ssize_t got = pread(fd.get(), &start[have], wanted - have,
-                                static_cast<off_t>(have));
+      const ssize_t got =
+          pread(fd, &start[have], wanted - have, static_cast<off_t>(have));
       start.resize(have + (got > 0 ? static_cast<size_t>(got) : 0));
       if (got == 0) break;
       if (got < 0 && errno != EINTR) {
@@ -391,6 +377,25 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
     }
   }
   return ParseSafetensorsHeader(start, info.st_size);
+}
+
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
+    const std::string& path) {
+  UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (fd.get() < 0) {
+    const int error = errno;
+    if (error == ENOENT || error == ENOTDIR) {
+      return MakeErrnoError(absl::StatusCode::kNotFound, "FILE_UNKNOWN", path,
+                            error);
+    }
+    if (error == EACCES || error == EPERM) {
+      return MakeErrnoError(absl::StatusCode::kPermissionDenied, "FILE_DENIED",
+                            path, error);
+    }
+    return MakeErrnoError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",
+                          path, error);
+  }
+  return ReadSafetensorsHeader(fd.get(), path);
 }
 
 absl::StatusOr<std::string> MakeSafetensorsHeader(

@@ -9,8 +9,7 @@
 // sizes that do not fit shape and type, shapes that overflow, names that occur
 // twice.
 //
-// Reading and writing whole checkpoints (several files, an index) is another
-// matter and not here.
+// Whole checkpoints (several files, an index) are checkpoint.h's matter.
 #ifndef WEIGHTSYNC_TRANSPORT_FILE_SAFETENSORS_H_
 #define WEIGHTSYNC_TRANSPORT_FILE_SAFETENSORS_H_
 
@@ -65,6 +64,9 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(
 //   (SAFETENSORS_INVALID), UNAVAILABLE (FILE_UNREADABLE).
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
     const std::string& path);
+// The same of a file that is open; `path` for sentences.
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(
+    int fd, const std::string& path);
 
 // What a file of these tensors begins with, padded to a multiple of 8 bytes.
 // Only name, dtype and shape of `tensors` are read; their data follow densely

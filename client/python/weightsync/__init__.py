@@ -17,6 +17,7 @@ from .enums import (
     PauseMode,
     PublishMode,
     State,
+    TransferMedium,
     TransferPolicy,
     UpdateMode,
 )
@@ -35,7 +36,7 @@ from .errors import (
     UnimplementedError,
     WeightsyncError,
 )
-from .gate import Gate
+from .gate import Gate, GatePart
 from .tensors import Component, Shard
 from .trainer import Progress, Publication, Result, Trainer
 from .worker import Applied, Installed, PauseRequest, Replica, ResumeInfo, Worker
@@ -63,6 +64,7 @@ __all__ = [
     "DeliveryPolicy",
     "FailedPreconditionError",
     "Gate",
+    "GatePart",
     "Installed",
     "InstalledState",
     "InvalidArgumentError",
@@ -81,6 +83,7 @@ __all__ = [
     "Shard",
     "State",
     "Trainer",
+    "TransferMedium",
     "TransferPolicy",
     "UnavailableError",
     "UnimplementedError",

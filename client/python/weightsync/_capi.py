@@ -93,6 +93,7 @@ class PublishOptions(Sized):
         ("on_straggler", c_int32),
         ("allow_no_recovery", c_int32),
         ("verify_source", c_int32),
+        ("transfer_medium", c_int32),
     ]
 
 
@@ -167,11 +168,26 @@ class Resume(ctypes.Structure):
         ("step", c_int64),
         ("weights_changed", c_int32),
         ("mode", c_int32),
+        ("removed", c_int32),
+    ]
+
+
+class Take(ctypes.Structure):
+    _fields_ = [
+        ("update_id", c_char_p),
+        ("version", c_int64),
+        ("first", c_int32),
+        ("last", c_int32),
+        ("tensors", POINTER(c_int32)),
+        ("tensor_count", c_size_t),
+        ("reader", c_void_p),
     ]
 
 
 MAY_WRITE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 LOAD = ctypes.CFUNCTYPE(None, c_void_p, c_char_p, c_int64, c_void_p)
+TAKE = ctypes.CFUNCTYPE(None, c_void_p, POINTER(Take), c_void_p)
+ON_REMOVE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 SWAP = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_char_p, c_void_p)
 ON_WRITING = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
 ON_APPLIED = ctypes.CFUNCTYPE(None, c_void_p, POINTER(Applied))
@@ -199,6 +215,8 @@ class WorkerOptions(Sized):
         ("on_applied", ON_APPLIED),
         ("register_timeout", c_double),
         ("max_backoff", c_double),
+        ("on_remove", ON_REMOVE),
+        ("take", TAKE),
     ]
 
 
@@ -219,6 +237,7 @@ class ReplicaOptions(Sized):
         ("on_resume", ON_RESUME),
         ("register_timeout", c_double),
         ("max_backoff", c_double),
+        ("removable", c_int32),
     ]
 
 
@@ -252,6 +271,7 @@ _FUNCTIONS = {
     "trainer_node": (None, [c_void_p, c_char * 128]),
     "trainer_close": (None, [c_void_p]),
     "trainer_free": (None, [c_void_p]),
+    "reader_read": (_ERROR, [c_void_p, c_int32, c_void_p, c_int64]),
     "worker_start": (
         _ERROR,
         [POINTER(WorkerOptions), POINTER(Tensor), POINTER(Tensor), c_size_t, POINTER(c_void_p)],

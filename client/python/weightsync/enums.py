@@ -61,6 +61,14 @@ class TransferPolicy(enum.IntEnum):
     BROADCAST = 4
 
 
+class TransferMedium(enum.IntEnum):
+    """How bytes come from the trainers' nodes to the workers'."""
+
+    NETWORK = 1
+    DISK = 2
+    NETWORK_OR_DISK = 3
+
+
 class DeliveryPolicy(enum.IntEnum):
     QUEUE = 1
     LATEST = 2

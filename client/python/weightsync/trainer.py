@@ -6,7 +6,8 @@ import ctypes
 import dataclasses
 import threading
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+import warnings
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy
 
@@ -17,11 +18,12 @@ from .enums import (
     PauseMode,
     PublishMode,
     State,
+    TransferMedium,
     TransferPolicy,
     UpdateMode,
     pick,
 )
-from .errors import FailedPreconditionError, UnimplementedError, invalid
+from .errors import FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
 from .shared import SharedMappings
 
 _ALIGNMENT = 64
@@ -183,8 +185,10 @@ class Trainer:
 
     Tensors: torch on the CPU (parameters of any strides, DTensors, FSDP modules of both versions, CPU-offloaded
     ones) and numpy; bf16 and fp8 of numpy with ml_dtypes. What lies in shared memory that the daemon can open
-    (memory of this object, see `share`, or POSIX shared memory that has its name) is read from there; the
-    rest is copied, once a publish, into memory of this object, and cast on the way where `dtype` says so.
+    is read from there: memory of this object (see `share`), POSIX shared memory that has its name, and memory
+    without one of which this process has a descriptor open (what torch shares by default, memfds; the daemon
+    opens it by way of /proc, so both must be in one pid namespace). The rest is copied, once a publish, into
+    memory of this object, and cast on the way where `dtype` says so.
 
     CUDA tensors are read where they lie, by CUDA IPC, where the daemon runs with --memory=cuda; a publish waits
     for what this process has given their GPUs to do. What cannot be exported is refused by name
@@ -199,6 +203,9 @@ class Trainer:
         or a dict of names (of the engine) to types; or a function of the name.
       tied: "first": of names for one tensor only the first is moved; "keep": all of them, each by itself.
       bounce: copy tensors on GPUs through host memory, in this process.
+      update: how versions travel, where publish() does not say it: "network", "disk" (by way of a checkpoint
+        below the daemons' --checkpoint_root), "network_or_disk" (disk when no group can be made). None: what
+        the coordinator's --update says.
       client: what the program calls itself, for people.
 
     Raises WeightsyncError: REGISTER_TIMEOUT when no daemon answers in `connect_timeout` seconds, RANK_TAKEN,
@@ -217,6 +224,7 @@ class Trainer:
         dtype: tensors.Cast = None,
         tied: str = "first",
         bounce: bool = False,
+        update: Union[TransferMedium, str, None] = None,
         client: str = "",
         connect_timeout: float = 20.0,
         reconnect: bool = True,
@@ -229,12 +237,18 @@ class Trainer:
         self._dtype = dtype
         self._tied = tied
         self._bounce = bounce
+        pick(TransferMedium, update)
+        self._update = update
         self._lock = threading.Lock()
         self._weights: Any = None
         self._rules: Sequence[name_rules.Rule] = ()
         self._layout: Optional[List[Tuple[Any, ...]]] = None
         self._shards: List[_Shard] = []
         self._arenas: List[_Arena] = []
+        # Where shared memory begins that the library was told of; whether some has no name, and may have none.
+        self._named: Set[int] = set()
+        self._files_named = False
+        self._open_files = True
         # Of these, the ones that parts are copied into.
         self._copies: List[_Arena] = []
         # Names that were left out because they are another name for a tensor.
@@ -340,7 +354,24 @@ class Trainer:
             at += _aligned(tensor.nbytes)
 
     def _register(self, parts: List[tensors.Part], timeout: float) -> None:
-        shared = SharedMappings()
+        try:
+            self._register_once(parts, timeout)
+        except WeightsyncError as error:
+            if not self._files_named or error.reason not in ("MEMORY_UNKNOWN", "MEMORY_DENIED"):
+                raise
+            # The daemon is of another user or does not see this process: what has a name or is copied works.
+            warnings.warn(
+                f"Shared memory without a name is copied at each publish: {error.message}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._open_files = False
+            self._register_once(parts, timeout)
+
+    def _register_once(self, parts: List[tensors.Part], timeout: float) -> None:
+        shared = SharedMappings(self._open_files)
+        named_before, self._named = self._named, set()
+        self._files_named = False
         shards: List[_Shard] = []
         copied: List[Tuple[_Shard, tensors.Part]] = []
         for part in parts:
@@ -360,6 +391,9 @@ class Trainer:
             shards.append(shard)
             if not direct:
                 copied.append((shard, part))
+        # What has no name would be kept alive for nothing.
+        for start in named_before - self._named:
+            self._handle.call("forget_shared_memory", start)
         self._place(copied, timeout)
         registered = _capi.Registered()
         self._handle.check(
@@ -375,10 +409,13 @@ class Trainer:
         found = shared.find(part.address, part.span_bytes())
         if found is None:
             return False
-        memory = _capi.SharedMemory(
-            name=found.name.encode(), fd=-1, data=found.start, size_bytes=found.size
-        )
-        self._handle.check("use_shared_memory", ctypes.byref(memory))
+        if found.start not in self._named:
+            memory = _capi.SharedMemory(
+                name=found.name.encode() or None, fd=found.fd, data=found.start, size_bytes=found.size
+            )
+            self._handle.check("use_shared_memory", ctypes.byref(memory))
+            self._named.add(found.start)
+        self._files_named = self._files_named or not found.name
         return True
 
     def _place(self, copied: List[Tuple[_Shard, tensors.Part]], timeout: float) -> None:
@@ -409,6 +446,7 @@ class Trainer:
         pause_mode: Union[PauseMode, str, None] = None,
         transfer_policy: Union[TransferPolicy, str, None] = None,
         delivery_policy: Union[DeliveryPolicy, str, None] = None,
+        update: Union[TransferMedium, str, None] = None,
         rolling: int = 0,
         on_straggler: Union[OnStraggler, str, None] = None,
         allow_no_recovery: bool = False,
@@ -425,6 +463,7 @@ class Trainer:
         step: the trainer's own label.
         update_mode, publish_mode, pause_mode, transfer_policy, delivery_policy: enumerations of this package
           or their names; None: STAGE, SNAPSHOT, DRAIN, AUTO, QUEUE.
+        update: "network", "disk" or "network_or_disk"; None: that of this object.
         rolling: above 0, so many replicas switch at a time; else all at once (LOCKSTEP), with `on_straggler`.
         Every rank gives the same ones.
 
@@ -445,6 +484,7 @@ class Trainer:
             on_straggler=pick(OnStraggler, on_straggler),
             allow_no_recovery=allow_no_recovery,
             verify_source=verify_source,
+            transfer_medium=pick(TransferMedium, self._update if update is None else update),
         )
         published = _capi.Published()
         with self._lock:

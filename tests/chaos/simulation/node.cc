@@ -691,6 +691,7 @@ void World::ApplyRefused(const v1::ApplyWorker& apply,
   applied->mutable_failure()->set_code(5);
   applied->mutable_failure()->set_reason(reason);
   applied->mutable_failure()->set_message("simulated");
+  applied->set_not_held(reason == "UPDATE_UNKNOWN");
   if (told != nullptr) *applied->mutable_installed() = ToProto(*told);
   Report(engine.workers[apply.worker_index()].node, std::move(report));
 }

@@ -1,0 +1,752 @@
+#include "daemon/node/checkpoints.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <set>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "daemon/node/convert.h"
+#include "glog/logging.h"
+#include "nlohmann/json.hpp"
+#include "proto/status.h"
+#include "transport/error.h"
+#include "transport/file/checkpoint.h"
+
+namespace weightsync {
+namespace daemon {
+
+namespace {
+
+using transport::FileError;
+using transport::MakeError;
+using transport::RootedDirectory;
+using transport::UniqueFd;
+
+constexpr size_t kRememberedCommands = 64;
+// Between two looks at whether it was given up.
+constexpr int64_t kChunkBytes = 8 << 20;
+// For a network file system to show what another node has just written.
+constexpr absl::Duration kSeePatience = absl::Seconds(3);
+constexpr int kMaxTemplateFiles = 10000;
+constexpr int64_t kMaxTemplateFileBytes = int64_t{1} << 30;
+constexpr int kMaxTemplateDepth = 8;
+constexpr char kRemovedSuffix[] = ".weightsync-removed";
+
+std::string Join(const std::string& directory, const std::string& name) {
+  return absl::StrCat(directory, "/", name);
+}
+
+std::string DirectoryOf(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? std::string() : path.substr(0, slash);
+}
+
+absl::Duration TimeoutOf(bool has, const google::protobuf::Duration& timeout) {
+  return has ? absl::Seconds(timeout.seconds()) +
+                   absl::Nanoseconds(timeout.nanos())
+             : absl::InfiniteDuration();
+}
+
+v1::NodeReport Written(const std::string& command_id,
+                       const absl::Status& status, int64_t bytes = 0,
+                       int shards = 0) {
+  v1::NodeReport report;
+  v1::CheckpointWritten* written = report.mutable_checkpoint_written();
+  written->set_command_id(command_id);
+  if (!status.ok()) *written->mutable_failure() = ToFailure(status);
+  written->set_written_bytes(bytes);
+  written->set_shard_count(shards);
+  return report;
+}
+
+// The update that a directory is the checkpoint of; nullopt: of none.
+struct Note {
+  std::string update_id;
+  int64_t version = 0;
+};
+absl::optional<Note> ReadNote(const RootedDirectory& root,
+                              const std::string& directory) {
+  auto text = root.ReadFile(Join(directory, kCheckpointNote), 4096);
+  if (!text.ok()) return absl::nullopt;
+  const auto json = nlohmann::json::parse(*text, nullptr, false);
+  if (!json.is_object() || !json.contains("update_id") ||
+      !json["update_id"].is_string() || !json.contains("version") ||
+      !json["version"].is_number_integer()) {
+    return absl::nullopt;
+  }
+  return Note{json["update_id"].get<std::string>(),
+              json["version"].get<int64_t>()};
+}
+
+}  // namespace
+
+Checkpoints::Checkpoints(Options options, LayoutBook* layouts, Store* store)
+    : options_(std::move(options)), layouts_(layouts), store_(store) {
+  RemoveLeftovers();
+}
+
+Checkpoints::~Checkpoints() { Shutdown(); }
+
+// ---- Threads ----
+
+void Checkpoints::Reap() {
+  std::list<Thread> done;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (auto it = threads_.begin(); it != threads_.end();) {
+      auto next = std::next(it);
+      if (it->done) done.splice(done.end(), threads_, it);
+      it = next;
+    }
+  }
+  for (Thread& thread : done) thread.thread.join();
+}
+
+void Checkpoints::Start(const std::string& command_id, const std::string& job,
+                        std::function<v1::NodeReport(const CancelFlag&)> work) {
+  Reap();
+  absl::MutexLock lock(&mutex_);
+  if (shut_down_) return;
+  for (const auto& known : commands_) {
+    if (command_id.empty() || known.first != command_id) continue;
+    // Said again: the answer may have been lost.
+    if (known.second.has_value()) options_.report(*known.second);
+    return;
+  }
+  if (!command_id.empty()) {
+    commands_.emplace_back(command_id, absl::nullopt);
+    if (commands_.size() > kRememberedCommands) commands_.pop_front();
+  }
+  std::shared_ptr<CancelFlag> cancel;
+  if (job.empty()) {
+    cancel = std::make_shared<CancelFlag>();
+  } else {
+    ++jobs_[job].running;
+    cancel = jobs_[job].cancel;
+  }
+  threads_.emplace_back();
+  Thread* self = &threads_.back();
+  self->thread = std::thread([this, self, command_id, job, cancel,
+                              work = std::move(work)] {
+    v1::NodeReport report = work(*cancel);
+    const bool says = report.report_case() != v1::NodeReport::REPORT_NOT_SET;
+    {
+      absl::MutexLock lock(&mutex_);
+      for (auto& known : commands_) {
+        if (says && known.first == command_id) known.second = report;
+      }
+      auto it = jobs_.find(job);
+      if (it != jobs_.end()) --it->second.running;
+    }
+    if (says) options_.report(std::move(report));
+    absl::MutexLock lock(&mutex_);
+    self->done = true;
+  });
+}
+
+void Checkpoints::AbandonAll(const absl::Status& why) {
+  std::vector<std::string> made;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (auto& job : jobs_) {
+      job.second.cancel->Cancel(why);
+      made.push_back(job.first);
+    }
+  }
+  for (const std::string& temporary : made) {
+    Start("", "", [this, temporary](const CancelFlag&) {
+      const absl::Status status = Remove(temporary);
+      LOG_IF(WARNING, !status.ok()) << temporary << ": " << status;
+      return v1::NodeReport();
+    });
+  }
+}
+
+void Checkpoints::Shutdown() {
+  AbandonAll(
+      MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
+                absl::StrCat("node ", options_.node, " is shutting down")));
+  std::list<Thread> threads;
+  {
+    absl::MutexLock lock(&mutex_);
+    shut_down_ = true;
+    // They look at their flags; nobody adds to the list any more.
+    auto idle = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      return std::all_of(threads_.begin(), threads_.end(),
+                         [](const Thread& thread) { return thread.done; });
+    };
+    mutex_.Await(absl::Condition(&idle));
+    threads.swap(threads_);
+    jobs_.clear();
+  }
+  for (Thread& thread : threads) thread.thread.join();
+}
+
+// ---- Commands ----
+
+void Checkpoints::WriteCheckpoint(const v1::WriteCheckpoint& command) {
+  Start(command.command_id(), command.checkpoint().path(),
+        [this, command](const CancelFlag& cancel) {
+          absl::Status status;
+          int64_t bytes = 0;
+          switch (command.step()) {
+            case v1::WriteCheckpoint::STEP_BEGIN:
+              status = Begin(command);
+              break;
+            case v1::WriteCheckpoint::STEP_SEE:
+              status = See(command.checkpoint());
+              if (status.ok()) {
+                PinFor(command.checkpoint().path(), command.update_id());
+              }
+              break;
+            case v1::WriteCheckpoint::STEP_WRITE: {
+              auto written = Write(command, cancel);
+              status = written.status();
+              if (written.ok()) bytes = *written;
+              break;
+            }
+            default:
+              status = MakeError(
+                  absl::StatusCode::kUnimplemented, "CHECKPOINT_STEP_UNKNOWN",
+                  absl::StrCat("node ", options_.node, " knows no step ",
+                               command.step()));
+          }
+          if (command.step() != v1::WriteCheckpoint::STEP_BEGIN &&
+              (!status.ok() ||
+               command.step() == v1::WriteCheckpoint::STEP_WRITE)) {
+            // Who made it still needs it.
+            StorePin pin;
+            absl::MutexLock lock(&mutex_);
+            auto it = jobs_.find(command.checkpoint().path());
+            if (it != jobs_.end() && !it->second.made) {
+              pin = std::move(it->second.pin);
+              if (it->second.running == 1) jobs_.erase(it);
+            }
+          }
+          return Written(command.command_id(), status, bytes);
+        });
+}
+
+void Checkpoints::CompleteCheckpoint(const v1::CompleteCheckpoint& command) {
+  if (command.give_up()) {
+    {
+      absl::MutexLock lock(&mutex_);
+      auto it = jobs_.find(command.checkpoint().path());
+      if (it != jobs_.end()) {
+        it->second.cancel->Cancel(MakeError(
+            absl::StatusCode::kAborted, "CHECKPOINT_GIVEN_UP",
+            absl::StrCat(command.path(), " is not written after all")));
+      }
+    }
+    // No part of the job: it waits for those who are.
+    Start(command.command_id(), "", [this, command](const CancelFlag&) {
+      return Written(command.command_id(), GiveUp(command));
+    });
+    return;
+  }
+  Start(command.command_id(), command.checkpoint().path(),
+        [this, command](const CancelFlag&) {
+          auto shards = Complete(command);
+          return Written(command.command_id(), shards.status(), 0,
+                         shards.ok() ? *shards : 0);
+        });
+}
+
+void Checkpoints::ReadCheckpoint(const v1::ReadCheckpoint& command) {
+  Start(command.command_id(), "", [this, command](const CancelFlag&) {
+    v1::NodeReport report;
+    v1::CheckpointRead* read = report.mutable_checkpoint_read();
+    read->set_command_id(command.command_id());
+    const absl::Status status = [&]() -> absl::Status {
+      auto root = Root();
+      if (!root.ok()) return root.status();
+      auto headers = transport::ReadCheckpointHeaders(**root, command.path());
+      if (!headers.ok()) return headers.status();
+      auto parameters = ParametersOf(*headers);
+      if (!parameters.ok()) return parameters.status();
+      for (v1::Parameter& parameter : *parameters) {
+        absl::Status fits = CheckParameter(parameter);
+        if (!fits.ok()) {
+          return MakeError(absl::StatusCode::kFailedPrecondition,
+                           "CHECKPOINT_MISMATCH", fits.message());
+        }
+        *read->add_parameters() = std::move(parameter);
+      }
+      return absl::OkStatus();
+    }();
+    if (!status.ok()) *read->mutable_failure() = ToFailure(status);
+    return report;
+  });
+}
+
+void Checkpoints::PruneCheckpoints(const v1::PruneCheckpoints& command) {
+  Start("", "", [this, command](const CancelFlag&) {
+    Prune(command);
+    return v1::NodeReport();
+  });
+}
+
+// ---- What they do ----
+
+absl::StatusOr<std::shared_ptr<const RootedDirectory>> Checkpoints::Root()
+    const {
+  if (options_.root.empty()) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, "CHECKPOINT_ROOT_MISSING",
+        absl::StrCat("node ", options_.node,
+                     " was started without --checkpoint_root: start it with "
+                     "the directory in which checkpoints may lie"));
+  }
+  return RootedDirectory::Open(options_.root);
+}
+
+absl::StatusOr<Checkpoints::Plan> Checkpoints::MakePlan(
+    const std::string& layout_id, int64_t max_shard_bytes) const {
+  Plan plan;
+  auto layout = layouts_->Find(layout_id);
+  if (!layout.ok()) return layout.status();
+  plan.layout = *std::move(layout);
+  auto files = transport::PlanCheckpoint(TensorsOf(plan.layout->catalog),
+                                         max_shard_bytes);
+  if (!files.ok()) return files.status();
+  plan.files = *std::move(files);
+  return plan;
+}
+
+absl::Status Checkpoints::See(const v1::Checkpoint& checkpoint) const {
+  auto root = Root();
+  if (!root.ok()) return root.status();
+  const std::string seen = checkpoint.marker().empty()
+                               ? checkpoint.path()
+                               : Join(checkpoint.path(), checkpoint.marker());
+  const absl::Time deadline = absl::Now() + kSeePatience;
+  while (!(*root)->Exists(seen)) {
+    if (absl::Now() >= deadline) {
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, "CHECKPOINT_NOT_SHARED",
+          absl::StrCat("node ", options_.node, " does not see ",
+                       checkpoint.path(),
+                       " below its --checkpoint_root=", options_.root,
+                       ", where another node has it: let --checkpoint_root be "
+                       "on a file system that all of them see"));
+    }
+    absl::SleepFor(absl::Milliseconds(100));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointData>> Checkpoints::OpenToRead(
+    const std::string& path, std::shared_ptr<const NodeLayout> layout) const {
+  auto root = Root();
+  if (!root.ok()) return root.status();
+  return CheckpointData::OpenToRead(**root, path, std::move(layout));
+}
+
+void Checkpoints::PinFor(const std::string& job, const std::string& update_id) {
+  // One that is not in the store yet is kept by its mover.
+  auto pin = store_->Pin(update_id);
+  if (!pin.ok()) return;
+  StorePin before;
+  absl::MutexLock lock(&mutex_);
+  auto it = jobs_.find(job);
+  if (it == jobs_.end()) return;
+  before = std::move(it->second.pin);
+  it->second.pin = *std::move(pin);
+}
+
+absl::Status Checkpoints::Begin(const v1::WriteCheckpoint& command) {
+  auto root = Root();
+  if (!root.ok()) return root.status();
+  auto path = transport::CheckRootedPath(command.path());
+  if (!path.ok()) return path.status();
+  auto plan = MakePlan(command.layout_id(), command.max_shard_bytes());
+  if (!plan.ok()) return plan.status();
+  if ((*root)->Exists(*path)) {
+    if (!command.overwrite()) return FileError("make", *path, EEXIST);
+    auto names = (*root)->List(*path);
+    if (!names.ok()) return names.status();
+    const bool checkpoint =
+        names->empty() ||
+        std::any_of(names->begin(), names->end(), [](const std::string& name) {
+          return transport::IsWeightFile(name);
+        });
+    if (!checkpoint) {
+      return MakeError(absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
+                       absl::StrCat(*path,
+                                    " is there, and has no weights: it is not "
+                                    "replaced; give another path"));
+    }
+  }
+  if (!command.template_path().empty()) {
+    auto names = (*root)->List(command.template_path());
+    if (!names.ok()) return names.status();
+  }
+  const std::string& temporary = command.checkpoint().path();
+  {
+    absl::MutexLock lock(&mutex_);
+    Job& job = jobs_[temporary];
+    job.made = true;
+    job.path = *path;
+  }
+  NoteJob(temporary, *path);
+  PinFor(temporary, command.update_id());
+  absl::Status status = MakeFiles(**root, command, *plan);
+  if (status.ok()) return status;
+  {
+    // Remove waits for the others.
+    absl::MutexLock lock(&mutex_);
+    --jobs_[temporary].running;
+  }
+  const absl::Status removed = Remove(temporary);
+  LOG_IF(WARNING, !removed.ok()) << temporary << ": " << removed;
+  return status;
+}
+
+absl::Status Checkpoints::MakeFiles(const RootedDirectory& root,
+                                    const v1::WriteCheckpoint& command,
+                                    const Plan& plan) {
+  const std::string& temporary = command.checkpoint().path();
+  const std::string parent = DirectoryOf(temporary);
+  absl::Status status = parent.empty()
+                            ? absl::OkStatus()
+                            : root.MakeDirectory(parent, /*fresh=*/false);
+  if (status.ok()) status = root.MakeDirectory(temporary, /*fresh=*/true);
+  if (status.ok()) {
+    status =
+        root.WriteNewFile(Join(temporary, command.checkpoint().marker()), "");
+  }
+  for (const transport::CheckpointFile& file : plan.files.files) {
+    if (!status.ok()) return status;
+    const std::string path = Join(temporary, file.name);
+    auto fd = root.OpenFile(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    if (!fd.ok()) return fd.status();
+    // A disk that is too small is better known now.
+    if (fallocate(fd->get(), 0, 0, file.bytes) != 0) {
+      if (errno != EOPNOTSUPP && errno != ENOSYS) {
+        return FileError("make", path, errno);
+      }
+      if (ftruncate(fd->get(), file.bytes) != 0) {
+        return FileError("make", path, errno);
+      }
+    }
+    status = transport::WriteAt(fd->get(), path, file.header.data(),
+                                static_cast<int64_t>(file.header.size()), 0);
+    if (status.ok() && fsync(fd->get()) != 0) {
+      status = FileError("sync", path, errno);
+    }
+  }
+  return status.ok() ? root.Sync(temporary) : status;
+}
+
+absl::StatusOr<int64_t> Checkpoints::Write(const v1::WriteCheckpoint& command,
+                                           const CancelFlag& cancel) {
+  const absl::Time deadline =
+      absl::Now() + TimeoutOf(command.has_timeout(), command.timeout());
+  auto root = Root();
+  if (!root.ok()) return root.status();
+  auto plan = MakePlan(command.layout_id(), command.max_shard_bytes());
+  if (!plan.ok()) return plan.status();
+  const auto no_holder = [&](const absl::Status& why) {
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, "NO_HOLDER",
+        absl::StrCat("node ", options_.node,
+                     " has not got the bytes any more: ", why.message()));
+  };
+  auto pin = store_->Pin(command.update_id());
+  if (!pin.ok()) return no_holder(pin.status());
+  const std::vector<int32_t> buckets(command.buckets().begin(),
+                                     command.buckets().end());
+  auto rooms = store_->Rooms(command.update_id(), buckets, /*incoming=*/true);
+  if (!rooms.ok()) return no_holder(rooms.status());
+  auto data = CheckpointData::OpenToWrite(**root, command.checkpoint().path(),
+                                          plan->files, plan->layout);
+  if (!data.ok()) return data.status();
+
+  std::atomic<size_t> next{0};
+  std::atomic<int64_t> written{0};
+  absl::Mutex mutex;
+  absl::Status status;
+  std::atomic<bool> failed{false};
+  const auto work = [&] {
+    for (size_t i = next++; i < rooms->size() && !failed; i = next++) {
+      const BucketRoom& room = (*rooms)[i];
+      const int64_t size = plan->layout->bucket_bytes(room.bucket);
+      for (int64_t at = 0; at < size && !failed; at += kChunkBytes) {
+        absl::Status done =
+            cancel.cancelled() ? cancel.status()
+            : absl::Now() >= deadline
+                ? MakeError(absl::StatusCode::kDeadlineExceeded, "SAVE_TIMEOUT",
+                            absl::StrCat("node ", options_.node,
+                                         " did not write its part of ",
+                                         command.path(), " in time"))
+                : (*data)->Write(room.bucket, at,
+                                 std::min(size, at + kChunkBytes),
+                                 room.data.data());
+        if (!done.ok()) {
+          absl::MutexLock lock(&mutex);
+          if (!failed.exchange(true)) status = done;
+          return;
+        }
+      }
+      written += size;
+    }
+  };
+  std::vector<std::thread> threads;
+  const int count =
+      std::min<int>(options_.threads, static_cast<int>(rooms->size()));
+  for (int i = 1; i < count; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  {
+    absl::MutexLock lock(&mutex);
+    if (!status.ok()) return status;
+  }
+  absl::Status synced = (*data)->Sync();
+  if (!synced.ok()) return synced;
+  if (cancel.cancelled()) return cancel.status();
+  return written.load();
+}
+
+absl::Status Checkpoints::CopyTemplate(const RootedDirectory& root,
+                                       const std::string& from,
+                                       const std::string& to, int depth,
+                                       int* files) {
+  auto names = root.List(from);
+  if (!names.ok()) return names.status();
+  for (const std::string& name : *names) {
+    if (name[0] == '.' || transport::IsWeightFile(name)) continue;
+    const std::string source = Join(from, name);
+    if (root.OpenDirectory(source).ok()) {
+      if (depth >= kMaxTemplateDepth) continue;
+      absl::Status status = root.MakeDirectory(Join(to, name), true);
+      if (status.ok()) {
+        status = CopyTemplate(root, source, Join(to, name), depth + 1, files);
+      }
+      if (!status.ok()) return status;
+      continue;
+    }
+    if (++*files > kMaxTemplateFiles) {
+      return MakeError(absl::StatusCode::kInvalidArgument,
+                       "CHECKPOINT_PATH_INVALID",
+                       absl::StrCat("the template ", from, " has more than ",
+                                    kMaxTemplateFiles, " files"));
+    }
+    auto bytes = root.ReadFile(source, kMaxTemplateFileBytes);
+    if (!bytes.ok()) return bytes.status();
+    absl::Status status = root.WriteNewFile(Join(to, name), *bytes);
+    if (!status.ok()) return status;
+  }
+  return depth == 0 ? absl::OkStatus() : root.Sync(to);
+}
+
+absl::StatusOr<int> Checkpoints::Complete(
+    const v1::CompleteCheckpoint& command) {
+  auto root = Root();
+  if (!root.ok()) return root.status();
+  auto plan = MakePlan(command.layout_id(), command.max_shard_bytes());
+  if (!plan.ok()) return plan.status();
+  const std::string& temporary = command.checkpoint().path();
+  if (!(*root)->Exists(Join(temporary, command.checkpoint().marker()))) {
+    return MakeError(
+        absl::StatusCode::kInternal, "CHECKPOINT_IO",
+        absl::StrCat(temporary, " has gone while it was being written"));
+  }
+  absl::Status status;
+  if (!command.template_path().empty()) {
+    int files = 0;
+    status =
+        CopyTemplate(**root, command.template_path(), temporary, 0, &files);
+  }
+  if (status.ok() && !plan->files.index.empty()) {
+    status = (*root)->WriteNewFile(
+        Join(temporary, transport::kCheckpointIndexName), plan->files.index);
+  }
+  if (status.ok() && !command.update_id().empty()) {
+    nlohmann::ordered_json note;
+    note["model"] = command.model();
+    note["version"] = command.version();
+    note["update_id"] = command.update_id();
+    status = (*root)->WriteNewFile(Join(temporary, kCheckpointNote),
+                                   note.dump() + "\n");
+  }
+  if (status.ok()) {
+    status =
+        (*root)->RemoveFile(Join(temporary, command.checkpoint().marker()));
+  }
+  if (status.ok()) status = (*root)->Sync(temporary);
+  if (status.ok()) {
+    status = (*root)->Put(temporary, command.path(), command.overwrite());
+  }
+  if (!status.ok()) return status;
+  {
+    absl::MutexLock lock(&mutex_);
+    auto it = jobs_.find(temporary);
+    if (it != jobs_.end()) --it->second.running;
+  }
+  // What was there before lies under the temporary name.
+  const absl::Status removed = Remove(temporary);
+  LOG_IF(WARNING, !removed.ok())
+      << "what " << command.path() << " was before stays at " << temporary
+      << ": " << removed;
+  return static_cast<int>(plan->files.files.size());
+}
+
+absl::Status Checkpoints::GiveUp(const v1::CompleteCheckpoint& command) {
+  auto root = Root();
+  if (!root.ok()) return root.status();
+  absl::Status status = Remove(command.checkpoint().path());
+  if (!status.ok() || command.update_id().empty()) return status;
+  // The update was aborted with its checkpoint complete.
+  const auto note = ReadNote(**root, command.path());
+  if (!note.has_value() || note->update_id != command.update_id()) {
+    return absl::OkStatus();
+  }
+  return (*root)->RemoveTree(command.path());
+}
+
+absl::Status Checkpoints::Remove(const std::string& temporary) {
+  bool made = false;
+  {
+    absl::MutexLock lock(&mutex_);
+    auto it = jobs_.find(temporary);
+    if (it == jobs_.end()) return absl::OkStatus();
+    auto idle = [this, &temporary]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+      auto job = jobs_.find(temporary);
+      return job == jobs_.end() || job->second.running <= 0;
+    };
+    mutex_.Await(absl::Condition(&idle));
+    it = jobs_.find(temporary);
+    if (it == jobs_.end()) return absl::OkStatus();
+    made = it->second.made;
+  }
+  if (made) {
+    auto root = Root();
+    absl::Status status =
+        root.ok() ? (*root)->RemoveTree(temporary) : root.status();
+    // Noted still: the next start tries again.
+    if (!status.ok()) return status;
+    ForgetJob(temporary);
+  }
+  StorePin pin;
+  absl::MutexLock lock(&mutex_);
+  auto it = jobs_.find(temporary);
+  if (it == jobs_.end()) return absl::OkStatus();
+  pin = std::move(it->second.pin);
+  jobs_.erase(it);
+  return absl::OkStatus();
+}
+
+void Checkpoints::Prune(const v1::PruneCheckpoints& command) {
+  auto root = Root();
+  if (!root.ok() || command.kept() < 1) return;
+  auto names = (*root)->List(command.path());
+  if (!names.ok()) return;
+  const std::set<std::string> busy(command.busy_paths().begin(),
+                                   command.busy_paths().end());
+  std::vector<std::pair<int64_t, std::string>> noted;
+  for (const std::string& name : *names) {
+    const std::string path = Join(command.path(), name);
+    const auto note = ReadNote(**root, path);
+    if (!note.has_value()) continue;
+    if (absl::EndsWith(name, kRemovedSuffix)) {
+      // Of a removal that was cut short.
+      (*root)->RemoveTree(path).IgnoreError();
+    } else {
+      noted.emplace_back(note->version, path);
+    }
+  }
+  std::sort(noted.rbegin(), noted.rend());
+  for (size_t i = static_cast<size_t>(command.kept()); i < noted.size(); ++i) {
+    const std::string& path = noted[i].second;
+    if (busy.count(path) != 0) continue;
+    // Half of it shall never be taken for all.
+    const std::string removed = absl::StrCat(path, kRemovedSuffix);
+    absl::Status status = (*root)->Put(path, removed, false);
+    if (status.ok()) status = (*root)->RemoveTree(removed);
+    LOG_IF(WARNING, !status.ok()) << path << " is not removed: " << status;
+    LOG_IF(INFO, status.ok()) << "removed " << path << ", an older update's";
+  }
+}
+
+// ---- What a process that ended has left ----
+
+void Checkpoints::NoteJob(const std::string& temporary,
+                          const std::string& path) {
+  absl::MutexLock lock(&notes_mutex_);
+  notes_[temporary] = path;
+  WriteNotes();
+}
+
+void Checkpoints::ForgetJob(const std::string& temporary) {
+  absl::MutexLock lock(&notes_mutex_);
+  notes_.erase(temporary);
+  WriteNotes();
+}
+
+void Checkpoints::WriteNotes() {
+  if (options_.state_dir.empty()) return;
+  const std::string path = absl::StrCat(options_.state_dir, "/checkpoints");
+  const std::string fresh = path + ".new";
+  std::string text;
+  for (const auto& note : notes_) {
+    absl::StrAppend(&text, absl::CEscape(note.first), "\t",
+                    absl::CEscape(note.second), "\n");
+  }
+  UniqueFd fd(
+      open(fresh.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600));
+  const bool written = fd.valid() &&
+                       transport::WriteAt(fd.get(), fresh, text.data(),
+                                          static_cast<int64_t>(text.size()), 0)
+                           .ok() &&
+                       fsync(fd.get()) == 0 &&
+                       rename(fresh.c_str(), path.c_str()) == 0;
+  // Without it a kill leaves a directory that a person must remove.
+  LOG_IF(WARNING, !written) << path << " cannot be written";
+}
+
+void Checkpoints::RemoveLeftovers() {
+  if (options_.state_dir.empty() || options_.root.empty()) return;
+  std::ifstream file(absl::StrCat(options_.state_dir, "/checkpoints"));
+  std::string line;
+  std::map<std::string, std::string> left;
+  while (std::getline(file, line)) {
+    const std::vector<std::string> parts = absl::StrSplit(line, '\t');
+    std::string temporary;
+    std::string path;
+    if (parts.size() == 2 && absl::CUnescape(parts[0], &temporary) &&
+        absl::CUnescape(parts[1], &path)) {
+      left[temporary] = path;
+    }
+  }
+  if (left.empty()) return;
+  auto root = Root();
+  absl::MutexLock lock(&notes_mutex_);
+  for (const auto& job : left) {
+    absl::Status status = root.status();
+    if (status.ok()) status = (*root)->RecoverPut(job.second);
+    if (status.ok()) status = (*root)->RemoveTree(job.first);
+    if (status.ok()) {
+      LOG(INFO) << "removed " << job.first
+                << ", which was not complete when this daemon last ended";
+    } else {
+      LOG(WARNING) << job.first << " is not removed: " << status;
+      notes_[job.first] = job.second;
+    }
+  }
+  WriteNotes();
+}
+
+}  // namespace daemon
+}  // namespace weightsync

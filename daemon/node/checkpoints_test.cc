@@ -1,0 +1,588 @@
+// Checkpoints that nodes write together and read, with real files.
+
+#include "daemon/node/checkpoints.h"
+
+#include <signal.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/node/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "transport/error.h"
+#include "transport/file/checkpoint.h"
+
+namespace weightsync {
+namespace daemon {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::ModelBuilder;
+using testing::ModelBytes;
+using testing::TestNode;
+using testing::TestUpdate;
+
+namespace fs = std::filesystem;
+
+std::string ReadAll(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+class CheckpointsTest : public ::testing::Test {
+ protected:
+  CheckpointsTest() {
+    std::string pattern = ::testing::TempDir() + "/checkpointsXXXXXX";
+    directory_ = mkdtemp(&pattern[0]);
+    fs::create_directory(directory_ / "root");
+    fs::create_directory(directory_ / "state");
+  }
+  ~CheckpointsTest() override {
+    umount2(root().c_str(), MNT_DETACH);
+    fs::remove_all(directory_);
+  }
+
+  fs::path root() const { return directory_ / "root"; }
+  TestNode::Options Options(const std::string& state = "") const {
+    TestNode::Options options;
+    options.checkpoint_root = root();
+    options.state_dir = state.empty() ? "" : (directory_ / state).string();
+    return options;
+  }
+  v1::WriteCheckpoint WriteCommand(const v1::DefineLayout& define,
+                                   v1::WriteCheckpoint::Step step) {
+    v1::WriteCheckpoint command;
+    command.set_command_id(absl::StrCat("c", ++commands_));
+    command.set_step(step);
+    command.set_model(define.model());
+    command.set_update_id("u");
+    command.set_layout_id(define.layout_id());
+    command.mutable_checkpoint()->set_path("runs/.7.tmp");
+    command.mutable_checkpoint()->set_marker(".marker");
+    command.set_max_shard_bytes(400000);
+    command.set_path("runs/7");
+    return command;
+  }
+  v1::CompleteCheckpoint CompleteCommand(const v1::DefineLayout& define) {
+    v1::CompleteCheckpoint command;
+    command.set_command_id(absl::StrCat("c", ++commands_));
+    command.set_model(define.model());
+    command.set_layout_id(define.layout_id());
+    command.mutable_checkpoint()->set_path("runs/.7.tmp");
+    command.mutable_checkpoint()->set_marker(".marker");
+    command.set_max_shard_bytes(400000);
+    command.set_path("runs/7");
+    return command;
+  }
+  // What it answers.
+  v1::CheckpointWritten Do(TestNode* node, const v1::WriteCheckpoint& command) {
+    node->checkpoints().WriteCheckpoint(command);
+    return Wait(node, command.command_id());
+  }
+  v1::CheckpointWritten Do(TestNode* node,
+                           const v1::CompleteCheckpoint& command) {
+    node->checkpoints().CompleteCheckpoint(command);
+    return Wait(node, command.command_id());
+  }
+  v1::CheckpointWritten Wait(TestNode* node, const std::string& id) {
+    return node
+        ->WaitFor([&id](const v1::NodeReport& report) {
+          return report.checkpoint_written().command_id() == id;
+        })
+        .checkpoint_written();
+  }
+  // The buckets that the node's ranks send.
+  static std::vector<int32_t> BucketsOf(const v1::DefineLayout& define,
+                                        const std::string& node) {
+    auto layout = ComputeNodeLayout(define, node);
+    EXPECT_TRUE(layout.ok());
+    return layout->LocalSourceBuckets();
+  }
+  // Whether the files at `path` have exactly the model's tensors.
+  void ExpectHolds(const std::string& path, const v1::DefineLayout& define,
+                   const ModelBytes& model) {
+    auto root = transport::RootedDirectory::Open(this->root());
+    ASSERT_TRUE(root.ok());
+    auto read = transport::ReadCheckpointHeaders(**root, path);
+    ASSERT_TRUE(read.ok()) << read.status();
+    int tensors = 0;
+    for (const transport::CheckpointFile& file : read->files) {
+      const std::string bytes = ReadAll(this->root() / file.path);
+      for (const transport::SafetensorsTensor& tensor : file.tensors) {
+        for (int i = 0; i < define.catalog_size(); ++i) {
+          if (define.catalog(i).name() != tensor.name) continue;
+          ++tensors;
+          EXPECT_TRUE(
+              bytes.substr(static_cast<size_t>(tensor.begin),
+                           static_cast<size_t>(tensor.end - tensor.begin)) ==
+              model.tensor(i))
+              << tensor.name;
+        }
+      }
+    }
+    EXPECT_EQ(tensors, define.catalog_size());
+  }
+
+  fs::path directory_;
+  int commands_ = 0;
+};
+
+// All ranks on one node, two workers on another.
+v1::DefineLayout OneSource() {
+  return ModelBuilder()
+      .SmallModel(4)
+      .FsdpRanks("a", 3)
+      .TensorParallelWorker("b", 0, 2)
+      .TensorParallelWorker("b", 1, 2)
+      .Build();
+}
+
+TEST_F(CheckpointsTest, NodesWriteTheirPartsOfOneCheckpoint) {
+  // Both halves of every matrix along its last dimension are on another node:
+  // strided pieces of the same files.
+  const v1::DefineLayout define = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("a", 3)
+                                      .TensorParallelWorker("b", 0, 2)
+                                      .TensorParallelWorker("c", 1, 2)
+                                      .Build();
+  const ModelBytes model(define, 5);
+  TestNode a("a", Options()), b("b", Options()), c("c", Options());
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  fs::create_directories(root() / "template/sub");
+  std::ofstream(root() / "template/config.json") << "{}";
+  std::ofstream(root() / "template/sub/more.txt") << "more";
+  std::ofstream(root() / "template/old.safetensors") << "weights";
+  std::ofstream(root() / "template/model.safetensors.index.json") << "{}";
+
+  auto begin = WriteCommand(define, v1::WriteCheckpoint::STEP_BEGIN);
+  begin.set_template_path("template");
+  ASSERT_EQ(Do(&b, begin).failure().message(), "");
+  // What each of the three writes: a bucket goes to one that holds it.
+  auto layout = ComputeNodeLayout(define, "a");
+  ASSERT_TRUE(layout.ok());
+  std::map<TestNode*, v1::WriteCheckpoint> parts;
+  for (TestNode* node : {&a, &b, &c}) {
+    ASSERT_EQ(Do(node, WriteCommand(define, v1::WriteCheckpoint::STEP_SEE))
+                  .failure()
+                  .message(),
+              "");
+    parts[node] = WriteCommand(define, v1::WriteCheckpoint::STEP_WRITE);
+  }
+  for (int32_t bucket = 0; bucket < layout->bucket_count(); ++bucket) {
+    const auto& needs = layout->plan.need_nodes(static_cast<uint32_t>(bucket));
+    const std::string holder =
+        needs.empty() ? "a" : layout->nodes[static_cast<size_t>(needs[0])];
+    parts[holder == "a" ? &a : holder == "b" ? &b : &c].add_buckets(bucket);
+  }
+  int64_t bytes = 0;
+  for (auto& part : parts) {
+    const v1::CheckpointWritten written = Do(part.first, part.second);
+    ASSERT_EQ(written.failure().message(), "");
+    bytes += written.written_bytes();
+  }
+  EXPECT_GT(bytes, 0);
+  EXPECT_FALSE(fs::exists(root() / "runs/7"));
+  auto complete = CompleteCommand(define);
+  complete.set_template_path("template");
+  const v1::CheckpointWritten done = Do(&b, complete);
+  ASSERT_EQ(done.failure().message(), "");
+  EXPECT_GT(done.shard_count(), 1);
+  ExpectHolds("runs/7", define, model);
+  EXPECT_EQ(ReadAll(root() / "runs/7/config.json"), "{}");
+  EXPECT_EQ(ReadAll(root() / "runs/7/sub/more.txt"), "more");
+  EXPECT_FALSE(fs::exists(root() / "runs/7/old.safetensors"));
+  EXPECT_FALSE(fs::exists(root() / "runs/7/.marker"));
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+  EXPECT_THAT(ReadAll(root() / "runs/7/model.safetensors.index.json"),
+              HasSubstr("weight_map"));
+}
+
+class OneWriterTest : public CheckpointsTest {
+ protected:
+  // An update that is committed on node `a`.
+  void Start(const std::string& state = "") {
+    a_ = std::make_unique<TestNode>("a", Options(state));
+    TestNode b("b", Options());
+    TestUpdate update(define_, "u", 1, {a_.get(), &b});
+    ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model_));
+    update.End(true);
+    buckets_ = BucketsOf(define_, "a");
+  }
+  v1::CheckpointWritten WriteAll() {
+    auto write = WriteCommand(define_, v1::WriteCheckpoint::STEP_WRITE);
+    for (const int32_t bucket : buckets_) write.add_buckets(bucket);
+    return Do(a_.get(), write);
+  }
+  v1::CheckpointWritten Begin(bool overwrite = false) {
+    auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+    begin.set_overwrite(overwrite);
+    return Do(a_.get(), begin);
+  }
+
+  const v1::DefineLayout define_ = OneSource();
+  const ModelBytes model_{define_, 3};
+  std::unique_ptr<TestNode> a_;
+  std::vector<int32_t> buckets_;
+};
+
+TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  for (const bool overwrite : {false, true}) {
+    ASSERT_EQ(Begin(overwrite).failure().message(), "");
+    ASSERT_EQ(WriteAll().failure().message(), "");
+    auto complete = CompleteCommand(define_);
+    complete.set_overwrite(overwrite);
+    ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
+    ExpectHolds("runs/7", define_, model_);
+    EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+    EXPECT_EQ(fs::exists(root() / "runs/7/mine"), false);
+    std::ofstream(root() / "runs/7/mine") << "1";
+  }
+  EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
+  fs::remove_all(root() / "runs/7");
+  fs::create_directories(root() / "runs/7");
+  std::ofstream(root() / "runs/7/thesis.tex") << "years of work";
+  EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_EXISTS");
+  EXPECT_TRUE(fs::exists(root() / "runs/7/thesis.tex"));
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, GivenUpNothingIsLeft) {
+  ASSERT_NO_FATAL_FAILURE(Start("state"));
+  ASSERT_EQ(Begin().failure().message(), "");
+  EXPECT_TRUE(fs::exists(root() / "runs/.7.tmp"));
+  EXPECT_THAT(ReadAll(directory_ / "state/checkpoints"), HasSubstr(".7.tmp"));
+  auto give_up = CompleteCommand(define_);
+  give_up.set_give_up(true);
+  EXPECT_EQ(Do(a_.get(), give_up).failure().message(), "");
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+  EXPECT_EQ(ReadAll(directory_ / "state/checkpoints"), "");
+  // Another coordinator: the same.
+  ASSERT_EQ(Begin().failure().message(), "");
+  a_->checkpoints().AbandonAll(absl::AbortedError("gone"));
+  for (int i = 0; i < 500 && fs::exists(root() / "runs/.7.tmp"); ++i) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, WhatAKilledDaemonHasLeftIsRemovedAtItsNextStart) {
+  fs::create_directories(root() / "runs/.7.tmp/sub");
+  fs::create_directories(root() / "runs/.8.tmp");
+  fs::create_directories(root() / "runs/.8.weightsync-aside");
+  std::ofstream(root() / "runs/.7.tmp/sub/file") << "half";
+  std::ofstream(root() / "runs/.8.weightsync-aside/model.safetensors") << "old";
+  std::ofstream(directory_ / "state/checkpoints")
+      << "runs/.7.tmp\truns/7\nruns/.8.tmp\truns/8\n../../x\ty\n";
+  ASSERT_NO_FATAL_FAILURE(Start("state"));
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+  EXPECT_FALSE(fs::exists(root() / "runs/.8.tmp"));
+  // It was killed while it put the new one in place of the old one.
+  EXPECT_EQ(ReadAll(root() / "runs/8/model.safetensors"), "old");
+}
+
+TEST_F(OneWriterTest, AFullDiskLeavesTheOldOneWhole) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_EQ(Begin().failure().message(), "");
+  ASSERT_EQ(WriteAll().failure().message(), "");
+  ASSERT_EQ(Do(a_.get(), CompleteCommand(define_)).failure().message(), "");
+  // As a full disk does, but for this process alone.
+  signal(SIGXFSZ, SIG_IGN);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  rlimit small = before;
+  small.rlim_cur = 100000;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const v1::CheckpointWritten full = Begin(true);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(full.failure().reason(), "DISK_FULL");
+  EXPECT_EQ(full.failure().code(), 8);
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+  ExpectHolds("runs/7", define_, model_);
+}
+
+TEST_F(OneWriterTest, ADiskThatIsReallyFull) {
+  if (mount("none", root().c_str(), "tmpfs", 0, "size=64k") != 0) {
+    GTEST_SKIP() << "needs root";
+  }
+  ASSERT_NO_FATAL_FAILURE(Start());
+  EXPECT_EQ(Begin().failure().reason(), "DISK_FULL");
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, BadPaths) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  fs::create_directory(directory_ / "outside");
+  fs::create_directory_symlink(directory_ / "outside", root() / "out");
+  const auto begin = [&](const std::string& path,
+                         const std::string& template_path = "") {
+    auto command = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+    command.set_path(path);
+    command.mutable_checkpoint()->set_path(path + ".tmp");
+    command.set_template_path(template_path);
+    return Do(a_.get(), command).failure().reason();
+  };
+  EXPECT_EQ(begin("../x"), "CHECKPOINT_PATH_INVALID");
+  EXPECT_EQ(begin("/tmp/x"), "CHECKPOINT_PATH_INVALID");
+  EXPECT_EQ(begin("out/x"), "CHECKPOINT_PATH_INVALID");
+  EXPECT_EQ(begin("x", "none"), "CHECKPOINT_NOT_FOUND");
+  EXPECT_EQ(begin("x", "../x"), "CHECKPOINT_PATH_INVALID");
+  EXPECT_TRUE(fs::is_empty(directory_ / "outside"));
+  // A template's links are not followed either.
+  fs::create_directory(root() / "template");
+  fs::create_symlink("/etc/passwd", root() / "template/config.json");
+  ASSERT_EQ(Begin().failure().message(), "");
+  ASSERT_EQ(WriteAll().failure().message(), "");
+  auto complete = CompleteCommand(define_);
+  complete.set_template_path("template");
+  EXPECT_EQ(Do(a_.get(), complete).failure().reason(),
+            "CHECKPOINT_PATH_INVALID");
+  EXPECT_FALSE(fs::exists(root() / "runs/7"));
+  auto give_up = CompleteCommand(define_);
+  give_up.set_give_up(true);
+  Do(a_.get(), give_up);
+  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, WhatIsSaidTwiceIsDoneOnce) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+  EXPECT_EQ(Do(a_.get(), begin).failure().message(), "");
+  EXPECT_EQ(Do(a_.get(), begin).failure().message(), "")
+      << "a second time it would be there already";
+}
+
+TEST_F(OneWriterTest, NodesWithoutTheBytesTheRootOrTheSameDisk) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_EQ(Begin().failure().message(), "");
+  TestNode other("other", Options());
+  ASSERT_TRUE(other.layouts().Define(define_).ok());
+  auto write = WriteCommand(define_, v1::WriteCheckpoint::STEP_WRITE);
+  write.add_buckets(0);
+  EXPECT_EQ(Do(&other, write).failure().reason(), "NO_HOLDER");
+  TestNode bare("bare");
+  auto see = WriteCommand(define_, v1::WriteCheckpoint::STEP_SEE);
+  EXPECT_EQ(Do(&bare, see).failure().reason(), "CHECKPOINT_ROOT_MISSING");
+  TestNode::Options elsewhere;
+  elsewhere.checkpoint_root = (directory_ / "state").string();
+  TestNode away("away", elsewhere);
+  see = WriteCommand(define_, v1::WriteCheckpoint::STEP_SEE);
+  const v1::Failure failure = Do(&away, see).failure();
+  EXPECT_EQ(failure.reason(), "CHECKPOINT_NOT_SHARED");
+  EXPECT_THAT(failure.message(), HasSubstr("node away"));
+}
+
+// ---- Keeping the newest ----
+
+TEST_F(OneWriterTest, KeepsTheNewestOfThoseThatUpdatesCameBy) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  const auto make = [&](const std::string& name, int version) {
+    fs::create_directories(root() / "updates/m" / name);
+    std::ofstream(root() / "updates/m" / name / "model.safetensors") << "x";
+    if (version == 0) return;
+    std::ofstream(root() / "updates/m" / name / kCheckpointNote)
+        << "{\"model\":\"models/m\",\"version\":" << version
+        << ",\"update_id\":\"u" << version << "\"}";
+  };
+  make("9-a", 9);
+  make("10-b", 10);
+  make("11-c", 11);
+  make("8-d", 8);
+  make("saved", 0);
+  v1::PruneCheckpoints prune;
+  prune.set_path("updates/m");
+  prune.set_kept(2);
+  prune.add_busy_paths("updates/m/8-d");
+  a_->checkpoints().PruneCheckpoints(prune);
+  for (int i = 0; i < 500 && fs::exists(root() / "updates/m/9-a"); ++i) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  a_->checkpoints().Shutdown();
+  std::vector<std::string> left;
+  for (const auto& entry : fs::directory_iterator(root() / "updates/m")) {
+    left.push_back(entry.path().filename());
+  }
+  EXPECT_THAT(left,
+              ::testing::UnorderedElementsAre("10-b", "11-c", "8-d", "saved"));
+}
+
+// ---- By way of disk ----
+
+class ByDiskTest : public CheckpointsTest {
+ protected:
+  // What `b` is told of a checkpoint.
+  v1::PrepareUpdate Prepare(const TestUpdate& update, TestNode* node,
+                            const std::string& path, const std::string& marker,
+                            bool load) {
+    v1::PrepareUpdate prepare = update.PrepareCommand(node);
+    prepare.clear_flows();
+    prepare.mutable_epoch()->set_counter(1);
+    prepare.mutable_checkpoint()->set_path(path);
+    prepare.mutable_checkpoint()->set_marker(marker);
+    prepare.set_load(load);
+    return prepare;
+  }
+  v1::MoveUpdate Move(const TestUpdate& update, TestNode* node,
+                      const std::string& path) {
+    v1::MoveUpdate move = update.MoveCommand(node);
+    move.mutable_epoch()->set_counter(1);
+    move.mutable_checkpoint()->set_path(path);
+    return move;
+  }
+};
+
+TEST_F(ByDiskTest, AnUpdateWithoutGroups) {
+  const v1::DefineLayout define = OneSource();
+  const ModelBytes model(define, 4);
+  TestNode a("a", Options()), b("b", Options());
+  TestUpdate update(define, "u", 1, {&a, &b});
+  update.Define();
+  ASSERT_EQ(Do(&a, WriteCommand(define, v1::WriteCheckpoint::STEP_BEGIN))
+                .failure()
+                .message(),
+            "");
+  for (TestNode* node : {&a, &b}) {
+    node->mover().PrepareUpdate(
+        Prepare(update, node, "runs/.7.tmp", ".marker", false));
+    EXPECT_EQ(node->WaitPrepared().failure().message(), "");
+  }
+  ASSERT_TRUE(update.Snapshot(&a, model).ok());
+  auto write = WriteCommand(define, v1::WriteCheckpoint::STEP_WRITE);
+  for (const int32_t bucket : BucketsOf(define, "a")) write.add_buckets(bucket);
+  ASSERT_EQ(Do(&a, write).failure().message(), "");
+  ASSERT_EQ(Do(&a, CompleteCommand(define)).failure().message(), "");
+  for (TestNode* node : {&a, &b}) {
+    node->mover().MoveUpdate(Move(update, node, "runs/7"));
+  }
+  update.Manifest();
+  for (TestNode* node : {&a, &b}) {
+    EXPECT_EQ(node->WaitVerified().failure().message(), "");
+  }
+  update.ExpectWorkersEqual(model);
+  update.End(true);
+}
+
+TEST_F(ByDiskTest, BytesThatAreNotTheTrainersAreNotVerified) {
+  const v1::DefineLayout define = OneSource();
+  const ModelBytes model(define, 4);
+  TestNode a("a", Options()), b("b", Options());
+  TestUpdate update(define, "u", 1, {&a, &b});
+  update.Define();
+  Do(&a, WriteCommand(define, v1::WriteCheckpoint::STEP_BEGIN));
+  b.mover().PrepareUpdate(Prepare(update, &b, "runs/.7.tmp", ".marker", false));
+  EXPECT_EQ(b.WaitPrepared().failure().message(), "");
+  ASSERT_TRUE(update.Snapshot(&a, model).ok());
+  // Nobody has written: the files are zeros.
+  ASSERT_EQ(Do(&a, CompleteCommand(define)).failure().message(), "");
+  b.mover().MoveUpdate(Move(update, &b, "runs/7"));
+  update.Manifest();
+  EXPECT_EQ(b.WaitVerified().failure().reason(), "MANIFEST_MISMATCH");
+  update.End(false);
+}
+
+TEST_F(ByDiskTest, WhatIsNotSeenIsSaidWhenItIsPrepared) {
+  const v1::DefineLayout define = OneSource();
+  TestNode::Options elsewhere;
+  elsewhere.checkpoint_root = (directory_ / "state").string();
+  TestNode b("b", elsewhere);
+  TestUpdate update(define, "u", 1, {&b});
+  update.Define();
+  fs::create_directories(root() / "runs/.7.tmp");
+  b.mover().PrepareUpdate(Prepare(update, &b, "runs/.7.tmp", ".marker", false));
+  EXPECT_EQ(b.WaitPrepared().failure().reason(), "CHECKPOINT_NOT_SHARED");
+  update.End(false);
+}
+
+// A checkpoint as the source: as the coordinator makes it of a LoadVersion.
+TEST_F(ByDiskTest, ALoadReportsWhatItHasRead) {
+  const v1::DefineLayout saved = OneSource();
+  const ModelBytes model(saved, 6);
+  {
+    TestNode a("a", Options()), b("b", Options());
+    TestUpdate update(saved, "u", 1, {&a, &b});
+    ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+    update.End(true);
+    Do(&a, WriteCommand(saved, v1::WriteCheckpoint::STEP_BEGIN));
+    auto write = WriteCommand(saved, v1::WriteCheckpoint::STEP_WRITE);
+    for (const int32_t bucket : BucketsOf(saved, "a")) {
+      write.add_buckets(bucket);
+    }
+    ASSERT_EQ(Do(&a, write).failure().message(), "");
+    ASSERT_EQ(Do(&a, CompleteCommand(saved)).failure().message(), "");
+  }
+  const v1::DefineLayout define = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("checkpoint:", 1)
+                                      .TensorParallelWorker("b", 0, 2)
+                                      .TensorParallelWorker("c", 1, 2)
+                                      .Build();
+  TestNode b("b", Options()), c("c", Options());
+  TestUpdate update(define, "v", 2, {&b, &c});
+  update.Define();
+  std::map<int32_t, std::string> digests;
+  for (TestNode* node : {&b, &c}) {
+    v1::ReadCheckpoint read;
+    read.set_command_id("read");
+    read.set_path("runs/7");
+    node->checkpoints().ReadCheckpoint(read);
+    const v1::NodeReport headers = node->WaitFor(
+        [](const v1::NodeReport& r) { return r.has_checkpoint_read(); });
+    EXPECT_EQ(headers.checkpoint_read().failure().message(), "");
+    EXPECT_EQ(headers.checkpoint_read().parameters_size(),
+              define.catalog_size());
+    node->mover().PrepareUpdate(Prepare(update, node, "runs/7", "", true));
+    EXPECT_EQ(node->WaitPrepared().failure().message(), "");
+    node->mover().MoveUpdate(Move(update, node, "runs/7"));
+    const v1::NodeReport loaded = node->WaitFor(
+        [](const v1::NodeReport& r) { return r.has_rank_snapshotted(); });
+    EXPECT_EQ(loaded.rank_snapshotted().rank(), -1);
+    for (const auto& bucket : loaded.rank_snapshotted().buckets()) {
+      auto entered =
+          digests.emplace(bucket.bucket(), bucket.digest().SerializeAsString());
+      EXPECT_EQ(entered.first->second, bucket.digest().SerializeAsString());
+      if (entered.second) *update.manifest().add_buckets() = bucket;
+    }
+  }
+  update.Manifest();
+  for (TestNode* node : {&b, &c}) {
+    EXPECT_EQ(node->WaitVerified().failure().message(), "");
+  }
+  update.ExpectWorkersEqual(model);
+  update.End(true);
+}
+
+TEST_F(ByDiskTest, AnotherModelsCheckpointNamesTheTensor) {
+  fs::create_directories(root() / "c");
+  const std::string json =
+      "{\"x\":{\"dtype\":\"F4\",\"shape\":[2],\"data_offsets\":[0,1]}}";
+  std::string bytes(8, '\0');
+  bytes[0] = static_cast<char>(json.size());
+  std::ofstream(root() / "c/model.safetensors") << bytes << json << "x";
+  TestNode b("b", Options());
+  v1::ReadCheckpoint read;
+  read.set_command_id("read");
+  read.set_path("c");
+  b.checkpoints().ReadCheckpoint(read);
+  const v1::NodeReport headers = b.WaitFor(
+      [](const v1::NodeReport& r) { return r.has_checkpoint_read(); });
+  EXPECT_EQ(headers.checkpoint_read().failure().reason(),
+            "CHECKPOINT_MISMATCH");
+  EXPECT_THAT(headers.checkpoint_read().failure().message(),
+              HasSubstr("\"x\""));
+}
+
+}  // namespace
+}  // namespace daemon
+}  // namespace weightsync
