@@ -243,8 +243,13 @@ std::vector<std::string> Flags() {
 class GpuMemoryTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    gpu_sim::Plant("");
+    // Of this process, before a daemon inherits another: it is read once.
+    setenv("GPU_SIM_ROLE", "test", 1);
+    gpu_sim::Plant("call=none error=1");
     ASSERT_TRUE(transport::cuda::FindCudart().ok());
+    int devices = 0;
+    ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
+    gpu_sim::Plant("");
   }
   void TearDown() override { gpu_sim::Plant(""); }
 
@@ -260,7 +265,7 @@ class GpuMemoryTest : public ::testing::Test {
         cluster_.address(node), grpc::InsecureChannelCredentials()));
   }
   v1::GpuUse Gpu(const std::string& node, size_t index) {
-    const auto found = cluster_.GetNode("nodes/" + node);
+    const auto found = cluster_.GetNode(node);
     if (!found.ok() || found->memory().gpus_size() <= static_cast<int>(index))
       return v1::GpuUse();
     return found->memory().gpus(static_cast<int>(index));
@@ -319,7 +324,7 @@ TEST_F(GpuMemoryTest, TensorsGoFromGpuToGpu) {
     EXPECT_GT(use.total_bytes(), use.free_bytes());
     EXPECT_GT(use.free_bytes(), 0);
   }
-  const auto node = cluster_.GetNode("nodes/a");
+  const auto node = cluster_.GetNode("a");
   ASSERT_TRUE(node.ok());
   EXPECT_EQ(node->memory().gpus_size(), 2);
 }
@@ -432,7 +437,8 @@ TEST_F(GpuMemoryTest, WhatATrainerCannotExportIsNamed) {
     // Freed under a registration: found before a byte is read.
     trainer.tensors(0)->Free();
     EXPECT_TRUE(absl::StrContains(gpu_sim::TakeFindings(), "freed"));
-    const auto published = trainer.Publish(3);
+    const auto published =
+        trainer.trainer(0)->Publish(client::PublishOptions());
     EXPECT_EQ(ErrorReason(published.status()), "ALLOCATION_FREED")
         << published.status();
     EXPECT_TRUE(replica.Holds(2));

@@ -259,10 +259,10 @@ def test_cuda_tensors_are_looked_up_on_a_gpu(address, model):
     with weightsync.Trainer(model, address=address) as trainer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tensors, "all_parts", lambda _: [part])
-            with pytest.raises(weightsync.WeightsyncError, match="^w: ") as error:
+            with pytest.raises(weightsync.WeightsyncError, match="w: ") as error:
                 trainer.register({"w": None})
             assert error.value.reason in reasons
-            with pytest.raises(weightsync.WeightsyncError, match="^w: ") as error:
+            with pytest.raises(weightsync.WeightsyncError, match="w: ") as error:
                 weightsync.Worker(model, "r", {"w": None}, address=address)
             assert error.value.reason in reasons
 

@@ -20,6 +20,14 @@ absl::Status Refuse(absl::string_view reason, absl::string_view sentence) {
   return MakeError(absl::StatusCode::kFailedPrecondition, reason, sentence);
 }
 
+absl::Status TooShort(const DeviceHandle& handle, int64_t room) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
+                   absl::StrCat("an allocation of ", handle.bytes,
+                                " bytes was named, and the one that the "
+                                "handle opens has ",
+                                room));
+}
+
 // Remembered so that a thousand allocations of one process need one probe.
 constexpr size_t kMaxProbed = 1024;
 
@@ -112,6 +120,7 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
   // Held while it is opened: two that come at once share one.
   absl::MutexLock lock(&mutex_);
   if (std::shared_ptr<const ImportedAllocation> found = open_[key].lock()) {
+    if (found->bytes < handle.bytes) return TooShort(handle, found->bytes);
     if (writable) {
       core_->AddRange(found->data, found->bytes, DeviceCore::Place::kDevice,
                       true, found);
@@ -143,11 +152,7 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
   if (status.ok()) status = (*driver)->AddressRange(pointer, &base, &room);
   if (status.ok() &&
       (base != reinterpret_cast<uint64_t>(pointer) || room < handle.bytes)) {
-    status = MakeError(absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
-                       absl::StrCat("an allocation of ", handle.bytes,
-                                    " bytes was named, and the one that the "
-                                    "handle opens has ",
-                                    room));
+    status = TooShort(handle, room);
   }
   if (!status.ok()) {
     core_->Later([pointer] { return cudaIpcCloseMemHandle(pointer), true; });
@@ -156,7 +161,7 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
   }
   auto* allocation = new ImportedAllocation;
   allocation->data = static_cast<char*>(pointer);
-  allocation->bytes = handle.bytes;
+  allocation->bytes = room;
   const std::shared_ptr<const ImportedAllocation> shared(
       allocation, [core = core_](const ImportedAllocation* closed) {
         core->RemoveRange(closed->data);
@@ -168,7 +173,7 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
         });
         delete closed;
       });
-  core_->AddRange(pointer, handle.bytes, DeviceCore::Place::kDevice, writable,
+  core_->AddRange(pointer, room, DeviceCore::Place::kDevice, writable,
                   shared);
   open_[key] = shared;
   for (auto at = open_.begin(); at != open_.end();)
