@@ -60,8 +60,8 @@ class ApplyPlan {
 
  private:
   struct Copy {
-    int32_t source = 0;        // index into buckets_
-    int64_t offset = 0;        // in the bucket
+    int32_t source = 0;  // index into buckets_
+    int64_t offset = 0;  // in the bucket
     int32_t tensor = 0;
     int64_t target = 0;        // in the tensor
     transport::CopyTask task;  // without src and dst

@@ -110,18 +110,17 @@ class Reader : public TensorReader {
   }
 
   absl::Status Read(int tensor, void* data, int64_t bytes) override {
-    if (std::find(tensors_.begin(), tensors_.end(), tensor) ==
-        tensors_.end()) {
-      return ErrorStatus(absl::StatusCode::kInvalidArgument, "TENSOR_UNKNOWN",
-                         absl::StrCat("Tensor ", tensor,
-                                      " is none that can be read now."));
+    if (std::find(tensors_.begin(), tensors_.end(), tensor) == tensors_.end()) {
+      return ErrorStatus(
+          absl::StatusCode::kInvalidArgument, "TENSOR_UNKNOWN",
+          absl::StrCat("Tensor ", tensor, " is none that can be read now."));
     }
     if (data == nullptr || bytes < SpanBytes(registered_[tensor])) {
-      return ErrorStatus(
-          absl::StatusCode::kInvalidArgument, "MEMORY_SIZE_INVALID",
-          absl::StrCat(registered_[tensor].name, " takes ",
-                       SpanBytes(registered_[tensor]), " bytes, not ", bytes,
-                       "."));
+      return ErrorStatus(absl::StatusCode::kInvalidArgument,
+                         "MEMORY_SIZE_INVALID",
+                         absl::StrCat(registered_[tensor].name, " takes ",
+                                      SpanBytes(registered_[tensor]),
+                                      " bytes, not ", bytes, "."));
     }
     return read_(tensor, static_cast<char*>(data));
   }
@@ -549,13 +548,13 @@ class Worker::Impl {
                       auto made = (*plan)->TasksInto(tensor, sources, data);
                       if (!made.ok()) return made.status();
                       return memory_->get()->Copy(*made,
-                                                 transport::CopyOptions(),
-                                                 /*digest=*/nullptr);
+                                                  transport::CopyOptions(),
+                                                  /*digest=*/nullptr);
                     });
       status = options_.take(&reader);
     } else {
       status = memory_->get()->Copy(tasks, transport::CopyOptions(),
-                                   /*digest=*/nullptr);
+                                    /*digest=*/nullptr);
     }
     if (!status.ok()) return status;
     answer->set_copied_bytes((*plan)->bytes());
@@ -704,9 +703,9 @@ class Worker::Impl {
           targets[tensor.first].data = memories[tensor.first];
         }
       }
-      const auto tasks = DirectTasks(
-          copies, options_.take ? targets : sets_[WriteSet()],
-          apply.ordinals(), memory->data(), copies.size_bytes());
+      const auto tasks =
+          DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
+                      apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
       transport::Digest digest;
       const absl::Status copied =
@@ -750,10 +749,9 @@ class Worker::Impl {
       std::map<int32_t, int64_t> come;
       if (options_.take) come = plan.TensorsOf(id);
       const auto tasks =
-          options_.take
-              ? plan.TasksOfInto(id, source,
-                                 streaming_->Targets(sets_[0], come))
-              : plan.TasksOf(id, source);
+          options_.take ? plan.TasksOfInto(id, source,
+                                           streaming_->Targets(sets_[0], come))
+                        : plan.TasksOf(id, source);
       if (!tasks.ok()) return tasks.status();
       const absl::Status copied = memory_->get()->Copy(
           *tasks, transport::CopyOptions(), /*digest=*/nullptr);
@@ -892,7 +890,8 @@ class Worker::Impl {
         options_.take
             ? ErrorStatus(absl::StatusCode::kFailedPrecondition,
                           "DIGESTS_UNKNOWN",
-                          absl::StrCat(Name(), " hands its tensors over to the "
+                          absl::StrCat(Name(),
+                                       " hands its tensors over to the "
                                        "engine and keeps none to digest."))
             : BeginWrite(v1::ApplyUpdate());
     if (status.ok()) {

@@ -32,8 +32,8 @@ absl::Status Compile(NameRule* rule) {
   options.set_log_errors(false);
   auto compiled = std::make_shared<re2::RE2>(rule->pattern, options);
   if (!compiled->ok()) {
-    return Invalid("PATTERN_INVALID", absl::StrCat("'", rule->pattern, "': ",
-                                                   compiled->error()));
+    return Invalid("PATTERN_INVALID",
+                   absl::StrCat("'", rule->pattern, "': ", compiled->error()));
   }
   rule->compiled = std::move(compiled);
   return absl::OkStatus();
@@ -47,7 +47,8 @@ absl::Status CheckTemplate(const NameRule& rule, const std::string& text) {
     if (next == '\\') continue;
     if (next < '1' || next > '9') {
       return Invalid("PATTERN_INVALID",
-                     absl::StrCat("'", text, "': a backslash stands before a "
+                     absl::StrCat("'", text,
+                                  "': a backslash stands before a "
                                   "group, 1 to 9, or another one"));
     }
     if (next - '0' > rule.compiled->NumberOfCapturingGroups()) {
@@ -122,10 +123,10 @@ std::string Substitute(const re2::RE2& pattern, const std::string& text,
 // ---- Rules of their JSON ----
 
 absl::Status NoRule(const Json& entry, absl::string_view why) {
-  return Invalid("PATTERN_INVALID",
-                 absl::StrCat(entry.dump(-1, ' ', true,
-                                         Json::error_handler_t::replace),
-                              " is no rule: ", why));
+  return Invalid(
+      "PATTERN_INVALID",
+      absl::StrCat(entry.dump(-1, ' ', true, Json::error_handler_t::replace),
+                   " is no rule: ", why));
 }
 
 // Fields of a rule by name, whichever way they were given.
@@ -240,26 +241,27 @@ absl::Status CheckRule(NameRule* rule) {
       }
       if (rule->groups < 1 || rule->names.empty() ||
           (!rule->sizes.empty() && rule->sizes.size() != rule->names.size())) {
-        return Invalid("SPLIT_INVALID",
-                       absl::StrCat("'", rule->pattern, "': give each of ",
-                                    absl::StrJoin(rule->names, ", "),
-                                    " its rows"));
+        return Invalid(
+            "SPLIT_INVALID",
+            absl::StrCat("'", rule->pattern, "': give each of ",
+                         absl::StrJoin(rule->names, ", "), " its rows"));
       }
       break;
     case NameRule::kFuse:
       if (rule->compiled->NumberOfCapturingGroups() < 1) {
         return Invalid("PATTERN_INVALID",
-                       absl::StrCat("'", rule->pattern, "': its first group "
+                       absl::StrCat("'", rule->pattern,
+                                    "': its first group "
                                     "says which part a tensor is"));
       }
       status = CheckTemplate(*rule, rule->replacement);
       if (!status.ok()) return status;
       if (rule->groups < 1 || rule->sizes.size() != rule->names.size() ||
           rule->names.empty()) {
-        return Invalid("SPLIT_INVALID",
-                       absl::StrCat("'", rule->pattern, "': give each of ",
-                                    absl::StrJoin(rule->names, ", "),
-                                    " its rows"));
+        return Invalid(
+            "SPLIT_INVALID",
+            absl::StrCat("'", rule->pattern, "': give each of ",
+                         absl::StrJoin(rule->names, ", "), " its rows"));
       }
       break;
   }
@@ -274,8 +276,9 @@ absl::Status CheckRule(NameRule* rule) {
 
 absl::StatusOr<NameRule> ParseRule(const Json& entry) {
   if (!entry.is_object() || entry.size() != 1) {
-    return NoRule(entry, "it is an object with one of rename, drop, split, "
-                         "split_qkv, split_gate_up, fuse");
+    return NoRule(entry,
+                  "it is an object with one of rename, drop, split, "
+                  "split_qkv, split_gate_up, fuse");
   }
   const std::string kind = entry.begin().key();
   const Json& given = entry.begin().value();
@@ -292,8 +295,7 @@ absl::StatusOr<NameRule> ParseRule(const Json& entry) {
     rule.pattern = fields.Text("pattern");
     status = fields.status();
   } else if (kind == "split") {
-    Fields fields(entry, given,
-                  {"pattern", "names", "sizes", "groups", "dim"});
+    Fields fields(entry, given, {"pattern", "names", "sizes", "groups", "dim"});
     rule.kind = NameRule::kSplit;
     rule.pattern = fields.Text("pattern");
     rule.names = fields.Texts("names", /*needed=*/true);
@@ -319,32 +321,31 @@ absl::StatusOr<NameRule> ParseRule(const Json& entry) {
     rule.names = fields.Texts("names", false, {"gate_proj", "up_proj"});
     status = fields.status();
   } else if (kind == "split_qkv") {
-    Fields fields(entry, given, {"pattern", "heads", "kv_heads", "head_dim",
-                                 "names", "interleaved"});
+    Fields fields(
+        entry, given,
+        {"pattern", "heads", "kv_heads", "head_dim", "names", "interleaved"});
     rule.kind = NameRule::kSplit;
     rule.pattern = fields.Text("pattern", false, "qkv_proj");
     const int64_t heads = fields.Number("heads", 0, kMaxGroups);
     int64_t kv_heads = fields.Number("kv_heads", 0, kMaxGroups);
     const int64_t head_dim = fields.Number("head_dim", 0, kMaxGroups);
-    rule.names =
-        fields.Texts("names", false, {"q_proj", "k_proj", "v_proj"});
+    rule.names = fields.Texts("names", false, {"q_proj", "k_proj", "v_proj"});
     const bool interleaved = fields.Flag("interleaved");
     status = fields.status();
     if (kv_heads == 0) kv_heads = heads;
-    if (status.ok() && (heads < 1 || head_dim < 1 || kv_heads < 1 ||
-                        heads % kv_heads != 0)) {
-      status = Invalid("SPLIT_INVALID",
-                       absl::StrCat("'", rule.pattern, "': ", heads,
-                                    " heads of ", head_dim, " with ", kv_heads,
-                                    " key/value heads"));
+    if (status.ok() &&
+        (heads < 1 || head_dim < 1 || kv_heads < 1 || heads % kv_heads != 0)) {
+      status = Invalid(
+          "SPLIT_INVALID",
+          absl::StrCat("'", rule.pattern, "': ", heads, " heads of ", head_dim,
+                       " with ", kv_heads, " key/value heads"));
     }
     if (status.ok() && interleaved) {
       // Megatron's order: each key/value head follows its query heads.
       rule.sizes = {heads / kv_heads * head_dim, head_dim, head_dim};
       rule.groups = kv_heads;
     } else {
-      rule.sizes = {heads * head_dim, kv_heads * head_dim,
-                    kv_heads * head_dim};
+      rule.sizes = {heads * head_dim, kv_heads * head_dim, kv_heads * head_dim};
     }
   } else {
     return NoRule(entry, absl::StrCat("there is no ", kind));
@@ -396,11 +397,11 @@ absl::Status Split(const NameRule& rule, const Part& part,
   int64_t total = 0;
   for (const int64_t size : sizes) total += size;
   if (rows % rule.groups != 0 || total != rows / rule.groups) {
-    return Invalid("SPLIT_INVALID",
-                   absl::StrCat(part.name, " has ", rows, " rows, and ",
-                                rule.groups, " groups of ",
-                                absl::StrJoin(sizes, " + "),
-                                " rows are something else"));
+    return Invalid(
+        "SPLIT_INVALID",
+        absl::StrCat(part.name, " has ", rows, " rows, and ", rule.groups,
+                     " groups of ", absl::StrJoin(sizes, " + "),
+                     " rows are something else"));
   }
   const std::vector<int64_t> box = part.Box();
   int64_t start = 0;
@@ -430,10 +431,10 @@ absl::Status Fuse(const NameRule& rule, const Part& part,
   const auto which = std::find(rule.names.begin(), rule.names.end(),
                                match.groups[1].value_or(""));
   if (!match.groups[1].has_value() || which == rule.names.end()) {
-    return Invalid("SPLIT_INVALID",
-                   absl::StrCat(part.name, ": '", match.groups[1].value_or(""),
-                                "' is none of ",
-                                absl::StrJoin(rule.names, ", ")));
+    return Invalid(
+        "SPLIT_INVALID",
+        absl::StrCat(part.name, ": '", match.groups[1].value_or(""),
+                     "' is none of ", absl::StrJoin(rule.names, ", ")));
   }
   const size_t index = static_cast<size_t>(which - rule.names.begin());
   const int64_t dims = static_cast<int64_t>(part.shape.size());
@@ -441,10 +442,10 @@ absl::Status Fuse(const NameRule& rule, const Part& part,
       dims == 0 ? 0 : static_cast<size_t>((rule.dim % dims + dims) % dims);
   const int64_t size = rule.sizes[index];
   if (dims == 0 || part.shape[dim] != size * rule.groups) {
-    return Invalid("SPLIT_INVALID",
-                   absl::StrCat(part.name, " is ", ShapeText(part.shape),
-                                ", and ", rule.groups, " groups of ", size,
-                                " rows are meant"));
+    return Invalid(
+        "SPLIT_INVALID",
+        absl::StrCat(part.name, " is ", ShapeText(part.shape), ", and ",
+                     rule.groups, " groups of ", size, " rows are meant"));
   }
   int64_t total = 0;
   int64_t before = 0;
@@ -500,11 +501,10 @@ absl::StatusOr<std::vector<Part>> Apply(const std::vector<NameRule>& rules,
       if (!status.ok()) return status;
     }
     if (!used && !parts.empty()) {
-      return Invalid("RULE_UNUSED",
-                     absl::StrCat("'", rule.pattern,
-                                  "': no name matches; they are like ",
-                                  after[0].name,
-                                  ". Mend the pattern or leave it out"));
+      return Invalid(
+          "RULE_UNUSED",
+          absl::StrCat("'", rule.pattern, "': no name matches; they are like ",
+                       after[0].name, ". Mend the pattern or leave it out"));
     }
     parts = std::move(after);
   }
@@ -515,9 +515,9 @@ absl::StatusOr<std::vector<Part>> Apply(const std::vector<NameRule>& rules,
     const Part& first = *known.emplace(part.name, &part).first->second;
     if (first.shape != part.shape || first.dtype != part.dtype ||
         !boxes.emplace(part.name, part.offset).second) {
-      return Invalid("DUPLICATE_NAME",
-                     absl::StrCat(part.name,
-                                  ": two tensors end with this name"));
+      return Invalid(
+          "DUPLICATE_NAME",
+          absl::StrCat(part.name, ": two tensors end with this name"));
     }
   }
   return parts;
@@ -534,9 +534,8 @@ std::vector<std::string> Missing(
 }
 
 size_t Characters(const std::string& text) {
-  return static_cast<size_t>(
-      std::count_if(text.begin(), text.end(),
-                    [](char c) { return (c & 0xC0) != 0x80; }));
+  return static_cast<size_t>(std::count_if(
+      text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
 }
 
 }  // namespace
@@ -593,8 +592,8 @@ absl::StatusOr<NameMapping> MapNames(const std::vector<NamedTensor>& trainer,
     const NamedTensor& b = *entry.second;
     if (a.shape == b.shape && a.dtype == b.dtype) continue;
     out.differ.push_back(absl::StrCat(entry.first, ": ", a.dtype, " ",
-                                      ShapeText(a.shape), " and ", b.dtype,
-                                      " ", ShapeText(b.shape)));
+                                      ShapeText(a.shape), " and ", b.dtype, " ",
+                                      ShapeText(b.shape)));
   }
   return out;
 }
@@ -606,10 +605,9 @@ std::string RenderMapping(const NameMapping& mapping) {
   }
   std::string out;
   for (const auto& entry : mapping.mapping) {
-    absl::StrAppend(
-        &out, entry.first,
-        std::string(width - Characters(entry.first) + 2, ' '),
-        entry.second == entry.first ? "=" : entry.second, "\n");
+    absl::StrAppend(&out, entry.first,
+                    std::string(width - Characters(entry.first) + 2, ' '),
+                    entry.second == entry.first ? "=" : entry.second, "\n");
   }
   const struct {
     const char* title;

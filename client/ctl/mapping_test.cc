@@ -37,8 +37,8 @@ TEST(MappingTest, SaysWhatThePythonPackageSays) {
     const auto rules = ParseNameRules(one["rules"].dump());
     absl::Status status = rules.status();
     if (rules.ok()) {
-      const auto mapping = MapNames(TensorsOf(one["trainer"]),
-                                    TensorsOf(one["engine"]), *rules);
+      const auto mapping =
+          MapNames(TensorsOf(one["trainer"]), TensorsOf(one["engine"]), *rules);
       status = mapping.status();
       if (mapping.ok()) {
         EXPECT_FALSE(one.contains("error")) << RenderMapping(*mapping);
@@ -64,7 +64,8 @@ TEST(MappingTest, RulesThatAreNoJson) {
 class NamesCommandTest : public ::testing::Test {
  protected:
   std::string Write(const std::string& name, const std::string& text) {
-    const std::string path = std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
+    const std::string path =
+        std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
     std::ofstream(path, std::ios::binary) << text;
     return path;
   }

@@ -1,9 +1,9 @@
 // RemoveModel: an adapter that nobody wants any more is taken out of every
 // engine that has it. It is journalled before anybody is told; from then on the
-// model has no version, and what its replicas shall have is nothing: one that is
-// there is paused, its workers drop what they hold, and it is resumed without
-// the model; one that is away is told so when it comes back. The commit of the
-// next update ends that.
+// model has no version, and what its replicas shall have is nothing: one that
+// is there is paused, its workers drop what they hold, and it is resumed
+// without the model; one that is away is told so when it comes back. The commit
+// of the next update ends that.
 
 #include <algorithm>
 
@@ -28,11 +28,11 @@ void CoordinatorCore::Remove(AdminWait wait,
                                   options_.operation_timeout);
   ModelRun* model = Model(wait.model);
   if (!model->updates.empty()) {
-    return Answer(
-        wait, ErrorStatus(StatusCode::kFailedPrecondition, "MODEL_UPDATING",
-                          absl::StrCat(model->updates[0]->record.name(),
-                                       " is under way; remove ", wait.model,
-                                       " when it has ended")));
+    return Answer(wait,
+                  ErrorStatus(StatusCode::kFailedPrecondition, "MODEL_UPDATING",
+                              absl::StrCat(model->updates[0]->record.name(),
+                                           " is under way; remove ", wait.model,
+                                           " when it has ended")));
   }
   // Those that are away count as well: they would come back with it.
   std::vector<std::string> required;
@@ -131,8 +131,8 @@ bool CoordinatorCore::FinishRemove(ModelRun* model, const AdminWait& wait) {
         machine.engine == EngineState::kRunning || !machine.holders.empty();
     if (machine.InstalledEverywhere(kRemoval) && !held && runs) continue;
     names.push_back(machine.fenced
-                        ? absl::StrCat(machine.name, " (fenced: ",
-                                       machine.fault.reason, ")")
+                        ? absl::StrCat(machine.name,
+                                       " (fenced: ", machine.fault.reason, ")")
                         : machine.name);
   }
   if (names.empty()) {

@@ -487,9 +487,8 @@ class Stepper {
     const WorkerContent& content = s_.workers[0].content;
     action.update = content.update;
     action.removed = content.kind == Content::kNothing;
-    action.weights_changed = s_.served_known
-                                 ? !(s_.served == content)
-                                 : content.kind != Content::kOwn;
+    action.weights_changed = s_.served_known ? !(s_.served == content)
+                                             : content.kind != Content::kOwn;
   }
 
   void SendApplies() {
@@ -499,9 +498,9 @@ class Stepper {
       if (worker.command != 0 || worker.content == wanted) continue;
       ++worker.attempts;
       worker.deadline = now_ + timeouts_.apply;
-      ReplicaAction& action = Command(s_.target == kRemoval
-                                          ? ReplicaAction::kSendRemove
-                                          : ReplicaAction::kSendApply);
+      ReplicaAction& action =
+          Command(s_.target == kRemoval ? ReplicaAction::kSendRemove
+                                        : ReplicaAction::kSendApply);
       worker.command = action.command;
       action.worker = static_cast<int>(i);
       action.update = s_.target;

@@ -63,8 +63,8 @@
 // of the same install.
 //
 // A model that is taken out of its engines (an adapter) is the install of
-// nothing: the target is kRemoval, workers are sent Remove instead of Apply, and
-// what they are to hold is NOTHING. An engine that said that it can go on
+// nothing: the target is kRemoval, workers are sent Remove instead of Apply,
+// and what they are to hold is NOTHING. An engine that said that it can go on
 // without the model (`removable`) is servable when all of its workers hold
 // nothing, and is resumed with `removed`; half of a removal is a mix like any
 // other.

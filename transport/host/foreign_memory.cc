@@ -94,10 +94,9 @@ absl::Status CheckIsMemory(int fd, const std::string& name) {
   if (S_ISREG(found.st_mode) && system.f_type == TMPFS_MAGIC) {
     return absl::OkStatus();
   }
-  const char* what = !S_ISREG(found.st_mode) ? "is no file"
-                     : system.f_type == HUGETLBFS_MAGIC
-                         ? "is of huge pages"
-                         : "is a file on a disk";
+  const char* what = !S_ISREG(found.st_mode)            ? "is no file"
+                     : system.f_type == HUGETLBFS_MAGIC ? "is of huge pages"
+                                                        : "is a file on a disk";
   return MakeError(absl::StatusCode::kInvalidArgument, "NOT_MEMORY",
                    absl::StrCat(name, " ", what,
                                 ": give shared memory (memfd_create, shm_open, "
@@ -146,8 +145,8 @@ absl::StatusOr<UniqueFd> OpenProcessFile(pid_t process, int fd, uint64_t device,
   if (!opened.valid()) {
     if (errno == EACCES || errno == EPERM) {
       return MakeErrnoError(absl::StatusCode::kPermissionDenied,
-                            "SEGMENT_DENIED", absl::StrCat("cannot open ", name),
-                            errno);
+                            "SEGMENT_DENIED",
+                            absl::StrCat("cannot open ", name), errno);
     }
     return MakeErrnoError(absl::StatusCode::kNotFound, "SEGMENT_UNKNOWN",
                           absl::StrCat("cannot open ", name), errno);
