@@ -308,9 +308,10 @@ void TrainerSessions::AllocateArena(
       });
 }
 
-absl::Status TrainerSessions::AddForeign(
-    pid_t process, absl::StatusOr<transport::UniqueFd> fd,
-    const std::string& name, int64_t bytes, Registration* registration) {
+absl::Status TrainerSessions::AddForeign(pid_t process,
+                                         absl::StatusOr<transport::UniqueFd> fd,
+                                         const std::string& name, int64_t bytes,
+                                         Registration* registration) {
   if (!fd.ok()) return fd.status();
   const absl::Status allowed = MayName(process, *fd, name);
   if (!allowed.ok()) return allowed;
@@ -372,12 +373,12 @@ TrainerSessions::Resolve(const Session& session,
                            "the files that it has open: give both one pid "
                            "namespace, or keep the tensors in an arena"));
         }
-        const absl::Status status = AddForeign(
-            session.process,
-            transport::OpenProcessFile(session.process, file.fd(),
-                                       file.device(), file.inode()),
-            absl::StrCat("descriptor ", file.fd()), region.size_bytes(),
-            registration.get());
+        const absl::Status status =
+            AddForeign(session.process,
+                       transport::OpenProcessFile(session.process, file.fd(),
+                                                  file.device(), file.inode()),
+                       absl::StrCat("descriptor ", file.fd()),
+                       region.size_bytes(), registration.get());
         if (!status.ok()) return ApiStatus(status);
         break;
       }

@@ -173,8 +173,7 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
         });
         delete closed;
       });
-  core_->AddRange(pointer, room, DeviceCore::Place::kDevice, writable,
-                  shared);
+  core_->AddRange(pointer, room, DeviceCore::Place::kDevice, writable, shared);
   open_[key] = shared;
   for (auto at = open_.begin(); at != open_.end();)
     at = at->second.expired() ? open_.erase(at) : std::next(at);
