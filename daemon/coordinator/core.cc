@@ -296,8 +296,6 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     case v1::NodeReport::kCheckpointRead:
       return CheckpointRead(node->name, report.checkpoint_read());
     case v1::NodeReport::kHello:
-    case v1::NodeReport::kCheckpointWritten:
-    case v1::NodeReport::kCheckpointRead:
     case v1::NodeReport::REPORT_NOT_SET:
       // Of a later release.
       return;

@@ -24,6 +24,7 @@ absl::Status ApiStatus(const absl::Status& status) {
   };
   constexpr Rename kRenames[] = {
       {"NO_MEMORY_FOR_ARENA", "MEMORY_EXHAUSTED"},
+      {"NO_DEVICE_MEMORY", "MEMORY_EXHAUSTED"},
       {"NO_ADDRESS_SPACE", "MEMORY_EXHAUSTED"},
       {"BAD_SIZE", "ARENA_SIZE_INVALID"},
       {"SEGMENT_TOO_SMALL", "MEMORY_OUT_OF_RANGE"},
