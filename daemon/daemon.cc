@@ -33,7 +33,8 @@
 #include "nlohmann/json.hpp"
 #include "proto/status.h"
 #include "transport/cuda/agent/agent_channel.h"
-#include "transport/cuda/agent/device_agent.h"
+#include "transport/cuda/agent/agent_memory.h"
+#include "transport/cuda/agent/device_agents.h"
 #include "transport/host/copy_pool.h"
 #include "transport/host/fd_socket.h"
 #include "transport/host/host_memory.h"
@@ -129,7 +130,7 @@ class DaemonImpl final : public Daemon {
   absl::Status CheckOptions();
   absl::Status TakePlaces();
   absl::Status StartTransport();
-  absl::Status StartDeviceAgent();
+  absl::Status StartDevices();
   absl::Status StartCoordinator();
   absl::Status StartServer();
   absl::Status WriteReadyFile();
@@ -149,7 +150,10 @@ class DaemonImpl final : public Daemon {
   std::unique_ptr<transport::FdServer> descriptors_;
   std::unique_ptr<transport::CopyPool> copies_;
   std::unique_ptr<transport::HostMemory> memory_;
-  std::unique_ptr<transport::cuda::DeviceAgent> device_agent_;
+  // Where there are GPUs: of --memory=cuda the second, of --group=nccl the
+  // third.
+  std::unique_ptr<transport::cuda::DeviceAgents> device_agents_;
+  std::unique_ptr<transport::cuda::AgentMemory> device_memory_;
   std::unique_ptr<transport::cuda::AgentChannels> channels_;
   std::unique_ptr<transport::tcp::Endpoint> endpoint_;
   std::unique_ptr<ProcessWatcher> processes_;
@@ -297,10 +301,10 @@ absl::Status DaemonImpl::StartTransport() {
   endpoint.first_port = options_.data_port_first;
   endpoint.last_port = options_.data_port_last;
   endpoint.faults = options_.faults;
-  if (options_.nccl) {
-    if (absl::Status status = StartDeviceAgent(); !status.ok()) return status;
-    endpoint.payload = channels_->Factory();
+  if (options_.nccl || options_.cuda_memory) {
+    if (absl::Status status = StartDevices(); !status.ok()) return status;
   }
+  if (channels_ != nullptr) endpoint.payload = channels_->Factory();
   absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
       transport::tcp::Endpoint::Create(endpoint);
   if (!made.ok()) return made.status();
@@ -313,8 +317,9 @@ absl::Status DaemonImpl::StartTransport() {
   return absl::OkStatus();
 }
 
-absl::Status DaemonImpl::StartDeviceAgent() {
-  transport::cuda::DeviceAgent::Options agent;
+absl::Status DaemonImpl::StartDevices() {
+  transport::cuda::DeviceAgents::Options devices;
+  transport::cuda::DeviceAgent::Options& agent = devices.agent;
   // It lies beside this program, which so needs no CUDA itself.
   char self[4096];
   const ssize_t size = readlink("/proc/self/exe", self, sizeof(self));
@@ -324,24 +329,39 @@ absl::Status DaemonImpl::StartDeviceAgent() {
   if (access(program.c_str(), X_OK) != 0) {
     return ErrorStatus(
         absl::StatusCode::kFailedPrecondition, "DEVICE_AGENT_MISSING",
-        absl::StrCat("--group=nccl needs ", program,
+        absl::StrCat("--memory=cuda and --group=nccl need ", program,
                      ", which is built where there are CUDA's nvcc and NCCL's "
-                     "headers: put it there, or choose --group=tcp"));
+                     "headers: put it there, or choose --memory=host and "
+                     "--group=tcp"));
   }
   agent.command = {program};
-  agent.config.device_uuid = options_.device_uuid;
-  agent.config.slots = 0;  // the store is the host's
+  agent.config.slots = options_.cuda_memory ? options_.gpu_slots : 0;
+  agent.config.slot_bytes = options_.bucket_bytes;
   agent.config.nccl_max_ctas = options_.nccl_max_ctas;
   agent.config.nccl_staging_bytes = kNcclStagingBytes;
   agent.fd_socket_prefix = options_.unix_socket + ".gpu";
-  absl::StatusOr<std::unique_ptr<transport::cuda::DeviceAgent>> started =
-      transport::cuda::DeviceAgent::Start(std::move(agent));
-  if (!started.ok()) return started.status();
-  device_agent_ = *std::move(started);
-  LOG(INFO) << "bytes go over NCCL, from " << device_agent_->device_uuid()
-            << " (" << device_agent_->device_name() << ")";
+  agent.start_deadline = options_.deadlines.device;
+  devices.device_uuids = options_.device_uuids;
+  absl::StatusOr<std::unique_ptr<transport::cuda::DeviceAgents>> agents =
+      transport::cuda::DeviceAgents::Create(std::move(devices));
+  if (!agents.ok()) return agents.status();
+  device_agents_ = *std::move(agents);
+  if (options_.cuda_memory) {
+    transport::cuda::AgentMemory::Options memory;
+    memory.timeout = options_.deadlines.device;
+    device_memory_ = std::make_unique<transport::cuda::AgentMemory>(
+        memory_.get(), device_agents_.get(), options_.gpu_slots,
+        options_.bucket_bytes, memory);
+  }
+  if (!options_.nccl) return absl::OkStatus();
+  const absl::StatusOr<transport::cuda::DeviceAgent*> nccl =
+      device_agents_->Get(
+          options_.device_uuids.empty() ? "" : options_.device_uuids[0]);
+  if (!nccl.ok()) return nccl.status();
+  LOG(INFO) << "bytes go over NCCL, from " << (*nccl)->device_uuid() << " ("
+            << (*nccl)->device_name() << ")";
   channels_ = std::make_unique<transport::cuda::AgentChannels>(
-      device_agent_.get(), kNcclStagingBytes);
+      *nccl, kNcclStagingBytes);
   return absl::OkStatus();
 }
 
@@ -364,6 +384,11 @@ absl::Status DaemonImpl::StartCoordinator() {
   }
   Agent::Parts parts;
   parts.memory = memory_.get();
+  if (device_memory_ != nullptr) {
+    parts.memory = device_memory_.get();
+    parts.devices = device_memory_.get();
+  }
+  parts.device_agents = device_agents_.get();
   parts.groups = endpoint_.get();
   parts.processes = processes_.get();
   parts.journal = journal_.get();
@@ -518,7 +543,8 @@ void DaemonImpl::Shutdown() {
   processes_ = nullptr;
   endpoint_ = nullptr;
   channels_ = nullptr;
-  device_agent_ = nullptr;
+  device_memory_ = nullptr;
+  device_agents_ = nullptr;
   memory_ = nullptr;
   copies_ = nullptr;
   descriptors_ = nullptr;

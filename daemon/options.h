@@ -51,6 +51,8 @@ struct Deadlines {
   absl::Duration registration = absl::Seconds(15);
   absl::Duration call = absl::Seconds(10);
   absl::Duration wait = absl::Minutes(10);
+  // Of what a device agent is asked for.
+  absl::Duration device = absl::Seconds(30);
   // At the end: until what hangs is cut off.
   absl::Duration shutdown = absl::Seconds(3);
 };
@@ -85,8 +87,13 @@ struct Options {
 
   // --group=nccl: the bytes between nodes go over NCCL, from a device agent.
   bool nccl = false;
-  // Of that GPU; empty: the only one.
-  std::string device_uuid;
+  // --memory=cuda: trainers may have their tensors on GPUs of this node.
+  bool cuda_memory = false;
+  // The GPUs that are served; empty: all. NCCL is on the first, or the only
+  // one.
+  std::vector<std::string> device_uuids;
+  // Of bucket_bytes each, on each GPU that trainers use.
+  int gpu_slots = 3;
   // Of its SMs, for each operation.
   int nccl_max_ctas = 4;
 

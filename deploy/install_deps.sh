@@ -29,6 +29,7 @@ readonly PACKAGES=(
   libgrpc++-dev
   libgtest-dev
   libprotobuf-dev
+  libre2-dev
   libssl-dev
   libxxhash-dev
   nlohmann-json3-dev

@@ -10,6 +10,10 @@
 #                       change with every version (default: qwen2.5-0.5b, 988 MB)
 #   --safetensors FILE  publish the tensors of this file instead
 #   --versions N        how many versions (default: 3)
+#   --memory host|cuda  where trainers and workers have their tensors (default: host);
+#                       with cuda they go from one to the next of the machine's GPUs
+#   --simulate_gpu      with --memory cuda: on simulated GPUs (tests/gpu/sim), which are
+#                       slow, and find any use of memory that is not there
 #   --keep              leave the cluster up, and print the commands to look at it
 #   --flip_bit          damage one bit in one worker before the last comparison, to
 #                       see that it is found
@@ -26,6 +30,8 @@ safetensors=
 versions=3
 keep=
 flip_bit=
+memory=host
+simulate_gpu=
 
 usage() {
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
@@ -40,11 +46,11 @@ while (($# > 0)); do
   option=$1
   value=
   case "$option" in
-    --model=* | --safetensors=* | --versions=*)
+    --model=* | --safetensors=* | --versions=* | --memory=*)
       value=${option#*=}
       option=${option%%=*}
       ;;
-    --model | --safetensors | --versions)
+    --model | --safetensors | --versions | --memory)
       (($# > 1)) || wrong "$option needs a value"
       value=$2
       shift
@@ -54,6 +60,8 @@ while (($# > 0)); do
     --model) model=$value ;;
     --safetensors) safetensors=$value ;;
     --versions) versions=$value ;;
+    --memory) memory=$value ;;
+    --simulate_gpu) simulate_gpu=1 ;;
     --keep) keep=1 ;;
     --flip_bit) flip_bit=1 ;;
     -h | --help)
@@ -65,6 +73,8 @@ while (($# > 0)); do
   shift
 done
 [[ $versions =~ ^[1-9][0-9]{0,5}$ ]] || wrong "--versions $versions is no count"
+[[ $memory == host || $memory == cuda ]] || wrong "--memory is host or cuda, not $memory"
+[[ -z $simulate_gpu || $memory == cuda ]] || wrong "--simulate_gpu needs --memory cuda"
 if [[ -n $safetensors ]]; then
   [[ -r $safetensors ]] || wrong "cannot read $safetensors"
   safetensors=$(realpath -- "$safetensors")
@@ -76,12 +86,26 @@ fi
 cd "$root"
 bazel_output=(--noshow_progress --color=no)
 [[ ! -t 1 ]] || bazel_output=()
-bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl \
-  //tests/e2e:demo_trainer //tests/e2e:demo_worker
+targets=(//daemon:weightsyncd //client/ctl:weightsyncctl //tests/e2e:demo_trainer
+  //tests/e2e:demo_worker)
+[[ $memory == host ]] || targets+=(//daemon:weightsync_device_agent)
+[[ -z $simulate_gpu ]] || targets+=(//tests/gpu/sim:runtime //transport/cuda:libkernel_twins.so)
+bazel build "${bazel_output[@]}" "${targets[@]}"
 readonly daemon=$root/bazel-bin/daemon/weightsyncd
 readonly ctl=$root/bazel-bin/client/ctl/weightsyncctl
 readonly trainer=$root/bazel-bin/tests/e2e/demo_trainer
 readonly worker=$root/bazel-bin/tests/e2e/demo_worker
+
+# ---- GPUs ----
+
+gpus=1
+if [[ -n $simulate_gpu ]]; then
+  gpus=7
+elif [[ $memory == cuda ]]; then
+  gpus=$(nvidia-smi -L | grep -c '^GPU ') || wrong "nvidia-smi finds no GPU; try --simulate_gpu"
+fi
+# The GPU that the next one takes.
+next_gpu=0
 
 # ---- Processes ----
 
@@ -93,6 +117,13 @@ declare -A pids=()
 order=()
 watcher=
 leave=
+if [[ -n $simulate_gpu ]]; then
+  export GPU_SIM_DIR=$work/gpu GPU_SIM_DEVICES=$gpus GPU_SIM_MEMORY_MB=8192
+  export GPU_SIM_DELAY_US=0 GPU_SIM_KERNELS=$root/bazel-bin/transport/cuda/libkernel_twins.so
+  mkdir "$GPU_SIM_DIR"
+  LD_LIBRARY_PATH=$root/bazel-bin/tests/gpu/sim${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  export LD_LIBRARY_PATH
+fi
 
 start() {
   local process=$1
@@ -178,7 +209,7 @@ start_daemon() {
   local node=$1 i
   start "$node" "$daemon" --node="$node" --listen=127.0.0.1:0 \
     --unix_socket="$work/$node.sock" --state_dir="$work/$node.state" \
-    --ready_file="$work/$node.ready" "${coordinator[@]}"
+    --ready_file="$work/$node.ready" --memory="$memory" "${coordinator[@]}"
   for ((i = 0; i < 300; ++i)); do
     [[ ! -e $work/$node.ready ]] || return 0
     running "$node" || fail "the daemon of $node did not start"
@@ -212,6 +243,8 @@ echo "Model $shown: three trainer ranks on node-a; replica-0 and replica-1 (two"
 start_replica() {
   local replica=$1 node=$2 workers=$3
   shift 3
+  set -- "$@" --memory="$memory" --gpu=$((next_gpu % gpus)) --gpus="$gpus"
+  next_gpu=$((next_gpu + workers))
   start "$replica" "$worker" --address="$(address_of "$node")" "${what[@]}" \
     --replica="$replica" --workers="$workers" --versions="$versions" \
     --hash_parts=3 --hashes="$work/$replica.hashes" "${linger[@]}" "$@"
@@ -224,7 +257,8 @@ await ready replica-0 replica-1 replica-2
 for rank in 0 1 2; do
   start "rank-$rank" "$trainer" --address="$(address_of node-a)" "${what[@]}" \
     --rank=$rank --world_size=3 --wait_replicas=3 --versions="$versions" \
-    --worker_counts=1,2 --hashes="$work/rank-$rank.hashes" "${linger[@]}"
+    --worker_counts=1,2 --hashes="$work/rank-$rank.hashes" --memory="$memory" \
+    --gpu=$((next_gpu++ % gpus)) "${linger[@]}"
 done
 
 # Progress, from a node that does not coordinate.
@@ -293,9 +327,13 @@ if [[ -n $differ ]]; then
   echo "DIFFERENT: not all bytes are equal" >&2
   exit 1
 fi
+if [[ -n $simulate_gpu && -s $GPU_SIM_DIR/findings ]]; then
+  cat "$GPU_SIM_DIR/findings" >&2
+  fail "GPU memory was misused"
+fi
 plural=s
 ((versions > 1)) || plural=
-echo "OK: $versions version$plural, 3 replicas, 4 workers, all bytes equal"
+echo "OK: $versions version$plural, 3 replicas, 4 workers, all bytes equal${simulate_gpu:+, on simulated GPUs}"
 
 if [[ -n $keep ]]; then
   printf '%s\n' "${pids[@]}" >"$work/pids"

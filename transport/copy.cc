@@ -64,6 +64,81 @@ absl::Status CopyTask::Validate() const {
   return absl::OkStatus();
 }
 
+namespace {
+
+// Index `index` of the outermost dimension, without it.
+CopyTask Inner(const CopyTask& task, int64_t index) {
+  CopyTask inner = task;
+  const CopyDim& outer = task.dims[0];
+  inner.dims.erase(inner.dims.begin());
+  if (inner.dst != nullptr) inner.dst += index * outer.dst_stride;
+  inner.src += index * outer.src_stride;
+  inner.first_element += index * outer.element_stride;
+  return inner;
+}
+
+void Split(const CopyTask& task, int64_t max_bytes,
+           std::vector<CopyTask>* parts) {
+  if (task.bytes() == 0) return;
+  if (task.bytes() <= max_bytes) {
+    parts->push_back(task);
+    return;
+  }
+  if (task.dims.empty()) {
+    const int64_t most =
+        std::max<int64_t>(max_bytes / task.element_bytes * task.element_bytes,
+                          task.element_bytes);
+    for (int64_t at = 0; at < task.run_bytes; at += most) {
+      CopyTask part = task;
+      if (part.dst != nullptr) part.dst += at;
+      part.src += at;
+      part.run_bytes = std::min(most, task.run_bytes - at);
+      part.first_element += at / task.element_bytes;
+      parts->push_back(part);
+    }
+    return;
+  }
+  const CopyDim& outer = task.dims[0];
+  const int64_t inner_bytes = task.bytes() / outer.extent;
+  if (inner_bytes > max_bytes) {
+    for (int64_t i = 0; i < outer.extent; ++i)
+      Split(Inner(task, i), max_bytes, parts);
+    return;
+  }
+  const int64_t most = max_bytes / inner_bytes;
+  for (int64_t i = 0; i < outer.extent; i += most) {
+    CopyTask part = task;
+    if (part.dst != nullptr) part.dst += i * outer.dst_stride;
+    part.src += i * outer.src_stride;
+    part.first_element += i * outer.element_stride;
+    part.dims[0].extent = std::min(most, outer.extent - i);
+    parts->push_back(part);
+  }
+}
+
+void Rows(const CopyTask& task, std::vector<CopyTask>* rows) {
+  if (task.bytes() == 0) return;
+  if (task.dense_dst()) {
+    rows->push_back(task);
+    return;
+  }
+  for (int64_t i = 0; i < task.dims[0].extent; ++i) Rows(Inner(task, i), rows);
+}
+
+}  // namespace
+
+std::vector<CopyTask> SplitCopy(const CopyTask& task, int64_t max_bytes) {
+  std::vector<CopyTask> parts;
+  Split(task, max_bytes, &parts);
+  return parts;
+}
+
+std::vector<CopyTask> DenseRows(const CopyTask& task) {
+  std::vector<CopyTask> rows;
+  Rows(task, &rows);
+  return rows;
+}
+
 absl::InlinedVector<int64_t, 4> DenseStrides(
     absl::Span<const int64_t> extents) {
   absl::InlinedVector<int64_t, 4> strides(extents.size());

@@ -66,6 +66,14 @@ CopyTask MakeBoxCopy(absl::Span<const int64_t> extents, int32_t element_bytes,
                      const char* src, absl::Span<const int64_t> src_strides,
                      absl::optional<GlobalBox> global);
 
+// The same copy in parts of at most `max_bytes` (whole elements, but at least
+// one), in the order of its indices. REQUIRES: task.Validate() is OK.
+std::vector<CopyTask> SplitCopy(const CopyTask& task, int64_t max_bytes);
+
+// The same copy in parts whose destination is one run each (their sources need
+// not be), in the order of its indices. REQUIRES: task.Validate() is OK.
+std::vector<CopyTask> DenseRows(const CopyTask& task);
+
 // Row-major strides, in elements.
 absl::InlinedVector<int64_t, 4> DenseStrides(absl::Span<const int64_t> extents);
 

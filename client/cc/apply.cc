@@ -49,6 +49,11 @@ absl::StatusOr<std::shared_ptr<const ApplyPlan>> ApplyPlan::Compile(
   for (const Tensor& tensor : tensors) spans.push_back(SpanBytes(tensor));
 
   auto compiled = std::make_shared<ApplyPlan>();
+  compiled->copies_of_.resize(tensors.size());
+  compiled->tensor_bytes_.resize(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    compiled->memory_.push_back(static_cast<char*>(tensor.data));
+  }
   for (const v1::BucketCopies& bucket : plan.buckets()) {
     if (!compiled->buckets_.empty() &&
         compiled->buckets_.back() >= bucket.bucket()) {
@@ -85,8 +90,8 @@ absl::StatusOr<std::shared_ptr<const ApplyPlan>> ApplyPlan::Compile(
       Copy out;
       out.source = source;
       out.offset = copy.bucket_offset_bytes();
-      out.task.dst =
-          static_cast<char*>(tensor.data) + copy.tensor_offset_bytes();
+      out.tensor = copy.tensor();
+      out.target = copy.tensor_offset_bytes();
       out.task.run_bytes = copy.run_bytes();
       for (int d = 0; d < copy.extents_size(); ++d) {
         transport::CopyDim dim;
@@ -96,14 +101,16 @@ absl::StatusOr<std::shared_ptr<const ApplyPlan>> ApplyPlan::Compile(
         out.task.dims.push_back(dim);
       }
       compiled->bytes_ += out.task.bytes();
+      compiled->tensor_bytes_[out.tensor] += out.task.bytes();
+      compiled->copies_of_[out.tensor].push_back(
+          static_cast<int32_t>(compiled->copies_.size()));
       compiled->copies_.push_back(std::move(out));
     }
   }
   return std::shared_ptr<const ApplyPlan>(std::move(compiled));
 }
 
-absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::Tasks(
-    absl::Span<const Source> sources) const {
+absl::Status ApplyPlan::CheckSources(absl::Span<const Source> sources) const {
   if (sources.size() != buckets_.size()) {
     return Invalid("names other buckets than the update");
   }
@@ -114,31 +121,76 @@ absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::Tasks(
                                   sources[i].size_bytes));
     }
   }
+  return absl::OkStatus();
+}
+
+int32_t ApplyPlan::Find(int32_t bucket) const {
+  const auto found = std::lower_bound(buckets_.begin(), buckets_.end(), bucket);
+  if (found == buckets_.end() || *found != bucket) return -1;
+  return static_cast<int32_t>(found - buckets_.begin());
+}
+
+transport::CopyTask ApplyPlan::Task(const Copy& copy, const Source& source,
+                                    char* target) {
+  transport::CopyTask task = copy.task;
+  task.src = source.data + copy.offset;
+  task.dst = target + copy.target;
+  return task;
+}
+
+absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::Tasks(
+    absl::Span<const Source> sources) const {
+  const absl::Status status = CheckSources(sources);
+  if (!status.ok()) return status;
   std::vector<transport::CopyTask> tasks;
   tasks.reserve(copies_.size());
   for (const Copy& copy : copies_) {
-    tasks.push_back(copy.task);
-    tasks.back().src = sources[copy.source].data + copy.offset;
+    tasks.push_back(Task(copy, sources[copy.source], memory_[copy.tensor]));
   }
   return tasks;
 }
 
 absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::TasksOf(
     int32_t bucket, const Source& source) const {
-  const auto found = std::lower_bound(buckets_.begin(), buckets_.end(), bucket);
+  return TasksOfInto(bucket, source, memory_);
+}
+
+absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::TasksOfInto(
+    int32_t bucket, const Source& source,
+    absl::Span<char* const> targets) const {
   std::vector<transport::CopyTask> tasks;
-  if (found == buckets_.end() || *found != bucket) return tasks;
-  const int32_t index = static_cast<int32_t>(found - buckets_.begin());
+  const int32_t index = Find(bucket);
+  if (index < 0) return tasks;
   if (source.size_bytes < reach_[index]) {
     return Invalid(absl::StrCat("reads ", reach_[index], " bytes of bucket ",
                                 bucket, ", which has ", source.size_bytes));
   }
   for (const Copy& copy : copies_) {
     if (copy.source != index) continue;
-    tasks.push_back(copy.task);
-    tasks.back().src = source.data + copy.offset;
+    tasks.push_back(Task(copy, source, targets[copy.tensor]));
   }
   return tasks;
+}
+
+absl::StatusOr<std::vector<transport::CopyTask>> ApplyPlan::TasksInto(
+    int tensor, absl::Span<const Source> sources, char* target) const {
+  const absl::Status status = CheckSources(sources);
+  if (!status.ok()) return status;
+  std::vector<transport::CopyTask> tasks;
+  for (const int32_t index : copies_of_[tensor]) {
+    const Copy& copy = copies_[index];
+    tasks.push_back(Task(copy, sources[copy.source], target));
+  }
+  return tasks;
+}
+
+std::map<int32_t, int64_t> ApplyPlan::TensorsOf(int32_t bucket) const {
+  std::map<int32_t, int64_t> tensors;
+  const int32_t index = Find(bucket);
+  for (const Copy& copy : copies_) {
+    if (copy.source == index) tensors[copy.tensor] += copy.task.bytes();
+  }
+  return tensors;
 }
 
 absl::StatusOr<std::vector<transport::CopyTask>> DirectTasks(

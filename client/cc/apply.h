@@ -3,6 +3,7 @@
 #define WEIGHTSYNC_CLIENT_CC_APPLY_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -44,18 +45,43 @@ class ApplyPlan {
   // Those of one bucket; none when nothing of it is read.
   absl::StatusOr<std::vector<transport::CopyTask>> TasksOf(
       int32_t bucket, const Source& source) const;
+  // For tensors without memory of their own. Those of one tensor, to `target`;
+  // and those of one bucket, to `targets`, one for each tensor: null where
+  // nothing of it is read.
+  absl::StatusOr<std::vector<transport::CopyTask>> TasksInto(
+      int tensor, absl::Span<const Source> sources, char* target) const;
+  absl::StatusOr<std::vector<transport::CopyTask>> TasksOfInto(
+      int32_t bucket, const Source& source,
+      absl::Span<char* const> targets) const;
+  // The tensors of which something lies in the bucket, and the bytes of each.
+  std::map<int32_t, int64_t> TensorsOf(int32_t bucket) const;
+  // Bytes of each tensor that the tasks write.
+  const std::vector<int64_t>& tensor_bytes() const { return tensor_bytes_; }
 
  private:
   struct Copy {
     int32_t source = 0;        // index into buckets_
     int64_t offset = 0;        // in the bucket
-    transport::CopyTask task;  // without src
+    int32_t tensor = 0;
+    int64_t target = 0;        // in the tensor
+    transport::CopyTask task;  // without src and dst
   };
+
+  absl::Status CheckSources(absl::Span<const Source> sources) const;
+  // Index into buckets_; -1: nothing of it is read.
+  int32_t Find(int32_t bucket) const;
+  static transport::CopyTask Task(const Copy& copy, const Source& source,
+                                  char* target);
 
   std::vector<int32_t> buckets_;
   // By index into buckets_: bytes of it that are read.
   std::vector<int64_t> reach_;
   std::vector<Copy> copies_;
+  // By tensor: indices into copies_.
+  std::vector<std::vector<int32_t>> copies_of_;
+  std::vector<int64_t> tensor_bytes_;
+  // Null for one without memory.
+  std::vector<char*> memory_;
   int64_t bytes_ = 0;
 };
 

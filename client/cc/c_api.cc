@@ -44,6 +44,9 @@ struct weightsync_worker {
   std::string name;
   std::unique_ptr<client::Worker> object;
 };
+struct weightsync_reader {
+  client::TensorReader* object;
+};
 struct weightsync_replica {
   std::string name;
   std::unique_ptr<client::Replica> object;
@@ -120,7 +123,7 @@ absl::Status Take(const T* given, T* taken) {
 }
 
 absl::Status ToTensors(const weightsync_tensor* from, size_t count,
-                       std::vector<client::Tensor>* to) {
+                       std::vector<client::Tensor>* to, bool memory = true) {
   to->reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const weightsync_tensor& tensor = from[i];
@@ -137,12 +140,13 @@ absl::Status ToTensors(const weightsync_tensor* from, size_t count,
     if (dimensions < 0 || (dimensions > 0 && tensor.shape == nullptr)) {
       return invalid("SHAPE_INVALID", "it needs a shape.");
     }
-    if (tensor.data == nullptr) {
+    if (memory && tensor.data == nullptr) {
       return invalid("ARGUMENT_MISSING", "it needs memory.");
     }
-    made.dtype = v1::DType_IsValid(tensor.dtype)
-                     ? static_cast<v1::DType>(tensor.dtype)
-                     : v1::DTYPE_UNSPECIFIED;
+    made.on_gpu = (tensor.dtype & WEIGHTSYNC_ON_GPU) != 0;
+    const int32_t dtype = tensor.dtype & ~WEIGHTSYNC_ON_GPU;
+    made.dtype = v1::DType_IsValid(dtype) ? static_cast<v1::DType>(dtype)
+                                          : v1::DTYPE_UNSPECIFIED;
     made.shape.assign(tensor.shape, tensor.shape + dimensions);
     if ((tensor.offset == nullptr) != (tensor.extent == nullptr)) {
       return invalid("BOX_OUT_OF_RANGE", "a box has both offset and extent.");
@@ -336,9 +340,14 @@ weightsync_error* weightsync_trainer_use_shared_memory(
   client::SharedMemory shared;
   shared.name = Text(given.name);
   if (given.name == nullptr) {
+    // By its name where it has one: the daemon can open that from another pid
+    // namespace, too.
     auto name = client::SharedMemoryName(given.fd);
-    if (!name.ok()) return Error(__func__, trainer->name, name.status());
-    shared.name = *std::move(name);
+    if (name.ok()) {
+      shared.name = *std::move(name);
+    } else {
+      shared.fd = given.fd;
+    }
   }
   shared.data = given.data;
   shared.size_bytes = given.size_bytes;
@@ -455,6 +464,13 @@ void weightsync_trainer_free(weightsync_trainer* trainer) { delete trainer; }
 
 // ---- Workers ----
 
+weightsync_error* weightsync_reader_read(weightsync_reader* reader,
+                                         int32_t tensor, void* data,
+                                         int64_t size_bytes) {
+  if (reader == nullptr) return Missing(__func__, "reader");
+  return Error(__func__, "", reader->object->Read(tensor, data, size_bytes));
+}
+
 weightsync_error* weightsync_worker_start(
     const weightsync_worker_options* options, const weightsync_tensor* tensors,
     const weightsync_tensor* spare, size_t count, weightsync_worker** worker) {
@@ -464,7 +480,10 @@ weightsync_error* weightsync_worker_start(
   weightsync_worker_options given;
   absl::Status status = Take(options, &given);
   std::vector<client::Tensor> sets[2];
-  if (status.ok()) status = ToTensors(tensors, count, &sets[0]);
+  if (status.ok()) {
+    status = ToTensors(tensors, count, &sets[0],
+                       /*memory=*/given.take == nullptr);
+  }
   if (status.ok() && spare != nullptr) {
     status = ToTensors(spare, count, &sets[1]);
   }
@@ -497,6 +516,29 @@ weightsync_error* weightsync_worker_start(
                                           int64_t version) {
       weightsync_answer answer;
       call(user, update_id.c_str(), version, &answer);
+      return answer.status;
+    };
+  }
+  if (given.take != nullptr) {
+    made.take = [user, call = given.take](client::TensorReader* reader) {
+      weightsync_reader handle{reader};
+      weightsync_take take;
+      take.update_id = reader->update_id().c_str();
+      take.version = reader->version();
+      take.first = reader->first();
+      take.last = reader->last();
+      take.tensors = reader->tensors().data();
+      take.tensor_count = reader->tensors().size();
+      take.reader = &handle;
+      weightsync_answer answer;
+      call(user, &take, &answer);
+      return answer.status;
+    };
+  }
+  if (given.on_remove != nullptr) {
+    made.on_remove = [user, call = given.on_remove] {
+      weightsync_answer answer;
+      call(user, &answer);
       return answer.status;
     };
   }
@@ -614,6 +656,7 @@ weightsync_error* weightsync_replica_start(
   made.partial = given.partial != 0;
   made.atomic_swap = given.atomic_swap != 0;
   made.paused = given.paused != 0;
+  made.removable = given.removable != 0;
   made.register_timeout = Seconds(given.register_timeout, 20);
   made.max_backoff = Seconds(given.max_backoff, 5);
   void* const user = given.user;
@@ -643,6 +686,7 @@ weightsync_error* weightsync_replica_start(
       resume.step = info.step;
       resume.weights_changed = info.weights_changed;
       resume.mode = info.mode;
+      resume.removed = info.removed;
       weightsync_answer answer;
       call(user, &resume, &answer);
       return answer.status;

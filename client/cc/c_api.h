@@ -86,9 +86,13 @@ void weightsync_random_id(char id[33]);
 /* Where the daemon of this machine is when nobody says it. */
 void weightsync_default_address(char address[256]);
 
+/* Added to dtype: `data` is an address of GPU memory of this process. A library
+ * that does not know it answers DTYPE_UNKNOWN. */
+#define WEIGHTSYNC_ON_GPU 0x10000
+
 typedef struct weightsync_tensor {
   const char* name;
-  /* Of DType. */
+  /* Of DType, and WEIGHTSYNC_ON_GPU. */
   int32_t dtype;
   int32_t dimensions;
   /* Of the whole parameter. */
@@ -132,9 +136,10 @@ typedef struct weightsync_arena {
 
 typedef struct weightsync_shared_memory {
   size_t struct_size;
-  /* As given to shm_open. NULL: that of `fd`, if it has one. */
+  /* As given to shm_open. NULL: what `fd` is of. */
   const char* name;
-  /* Looked at when `name` is NULL; stays the caller's. */
+  /* Used when `name` is NULL: shared memory, a memfd, or an unlinked file. It
+   * stays the caller's, and may be closed. */
   int32_t fd;
   void* data;
   int64_t size_bytes;
@@ -224,7 +229,8 @@ weightsync_error* weightsync_trainer_allocate(weightsync_trainer* trainer,
                                               int64_t size_bytes,
                                               double timeout,
                                               weightsync_arena* arena);
-/* Memory that the caller owns. MEMORY_UNNAMED: a memfd or an unlinked file. */
+/* Memory that the caller owns. NOT_MEMORY: `fd` is of something else. What has
+ * no name stays alive until it is forgotten. */
 weightsync_error* weightsync_trainer_use_shared_memory(
     weightsync_trainer* trainer, const weightsync_shared_memory* memory);
 void weightsync_trainer_forget_shared_memory(weightsync_trainer* trainer,
@@ -281,6 +287,26 @@ typedef struct weightsync_applied {
   const char* message;
 } weightsync_applied;
 
+/* Tensors that can be read now, in `take`: see TensorReader. Valid in that
+ * call. */
+typedef struct weightsync_reader weightsync_reader;
+
+typedef struct weightsync_take {
+  const char* update_id;
+  int64_t version;
+  int32_t first;
+  int32_t last;
+  /* Indices into the tensors that were registered. */
+  const int32_t* tensors;
+  size_t tensor_count;
+  weightsync_reader* reader;
+} weightsync_take;
+
+/* To `data`, laid out as it was registered. */
+weightsync_error* weightsync_reader_read(weightsync_reader* reader,
+                                         int32_t tensor, void* data,
+                                         int64_t size_bytes);
+
 typedef struct weightsync_worker_options {
   size_t struct_size;
   const char* address;
@@ -307,6 +333,10 @@ typedef struct weightsync_worker_options {
   /* 0: 20 s, and 5 s. */
   double register_timeout;
   double max_backoff;
+  void (*on_remove)(void* user, weightsync_answer* answer);
+  /* With tensors whose `data` is NULL. */
+  void (*take)(void* user, const weightsync_take* take,
+               weightsync_answer* answer);
 } weightsync_worker_options;
 
 /* `spare`: NULL, or a second set of `count` tensors (options->swap). */
@@ -352,6 +382,8 @@ typedef struct weightsync_resume {
   int32_t weights_changed;
   /* Of PauseMode. */
   int32_t mode;
+  /* The model was removed: go on without it. */
+  int32_t removed;
 } weightsync_resume;
 
 typedef struct weightsync_replica_options {
@@ -374,6 +406,8 @@ typedef struct weightsync_replica_options {
                     weightsync_answer* answer);
   double register_timeout;
   double max_backoff;
+  /* The engine can go on without the model. */
+  int32_t removable;
 } weightsync_replica_options;
 
 weightsync_error* weightsync_replica_start(

@@ -362,18 +362,41 @@ TEST_F(CApiTest, MemoryThatTheCallerOwns) {
   EXPECT_EQ(
       ReasonOf(weightsync_trainer_register(trainer_, tensors, 3, 10, nullptr)),
       "MEMORY_OUT_OF_RANGE");
-  // Without a name nobody else can open it.
+  // Without a name it is opened as a file of this process; the descriptor may
+  // be closed.
   shm_unlink(name.c_str());
-  EXPECT_EQ(ReasonOf(weightsync_trainer_use_shared_memory(trainer_, &memory)),
-            "MEMORY_UNNAMED");
+  ASSERT_NO_ERROR(weightsync_trainer_use_shared_memory(trainer_, &memory));
+  struct stat held;
+  ASSERT_EQ(fstat(fd, &held), 0);
+  close(fd);
+  ASSERT_NO_ERROR(
+      weightsync_trainer_register(trainer_, tensors, 3, 10, nullptr));
+  ASSERT_EQ(seen.regions_size(), 2);
+  const v1::OpenFileMemory& file = seen.regions(1).memory().open_file();
+  EXPECT_EQ(file.device(), held.st_dev);
+  EXPECT_EQ(file.inode(), held.st_ino);
+  struct stat kept;
+  ASSERT_EQ(fstat(file.fd(), &kept), 0);
+  EXPECT_EQ(kept.st_ino, held.st_ino);
+  EXPECT_EQ(seen.shards(0).region(), 1);
+  EXPECT_EQ(seen.shards(2).region(), 1);
+  weightsync_trainer_forget_shared_memory(trainer_, data);
+  EXPECT_NE(fstat(file.fd(), &kept), 0) << "it is still kept";
+
   memory.fd = memfd_create("anonymous", 0);
   EXPECT_EQ(ReasonOf(weightsync_trainer_use_shared_memory(trainer_, &memory)),
-            "MEMORY_UNNAMED");
+            "");
   close(memory.fd);
-  memory.fd = open("/dev/null", O_RDONLY);
+  // Closed, a device, and a file on a disk.
   EXPECT_EQ(ReasonOf(weightsync_trainer_use_shared_memory(trainer_, &memory)),
-            "MEMORY_UNNAMED");
-  close(memory.fd);
+            "NOT_MEMORY");
+  for (const char* path : {"/dev/null", "/proc/self/exe"}) {
+    memory.fd = open(path, O_RDONLY);
+    EXPECT_EQ(ReasonOf(weightsync_trainer_use_shared_memory(trainer_, &memory)),
+              "NOT_MEMORY")
+        << path;
+    close(memory.fd);
+  }
   memory.name = "no-slash";
   EXPECT_EQ(ReasonOf(weightsync_trainer_use_shared_memory(trainer_, &memory)),
             "MEMORY_NAME_INVALID");
@@ -382,7 +405,6 @@ TEST_F(CApiTest, MemoryThatTheCallerOwns) {
   EXPECT_EQ(ReasonOf(weightsync_trainer_use_shared_memory(trainer_, &memory)),
             "MEMORY_SIZE_INVALID");
   munmap(data, 8192);
-  close(fd);
 }
 
 // What the callbacks of a worker saw and answer.

@@ -1,10 +1,13 @@
-// The host memory of a worker's process: imports arenas and copies out of them.
+// The memory of a worker's process: imports arenas and copies out of them, into
+// host memory and GPUs.
 #ifndef WEIGHTSYNC_CLIENT_CC_CLIENT_MEMORY_H_
 #define WEIGHTSYNC_CLIENT_CC_CLIENT_MEMORY_H_
 
 #include <algorithm>
 #include <thread>
 
+#include "absl/status/status.h"
+#include "transport/cuda/live_memory.h"
 #include "transport/host/copy_pool.h"
 #include "transport/host/host_memory.h"
 
@@ -16,9 +19,15 @@ class ClientMemory {
   // `copy_threads` 0: as many as the machine has CPUs, at most 4.
   explicit ClientMemory(int copy_threads)
       : pool_(Resolve(copy_threads)),
-        memory_(&pool_, /*fds=*/nullptr, transport::HostMemory::Options()) {}
+        memory_(&pool_, /*fds=*/nullptr, transport::HostMemory::Options()),
+        live_(&memory_) {}
 
-  transport::Memory* get() { return &memory_; }
+  // Before anything is copied. The errors of ProcessGpu::Of.
+  absl::Status AddGpuRange(const void* data, int64_t bytes) {
+    return live_.AddRange(data, bytes);
+  }
+
+  transport::Memory* get() { return &live_; }
 
  private:
   static int Resolve(int threads) {
@@ -29,6 +38,7 @@ class ClientMemory {
 
   transport::CopyPool pool_;
   transport::HostMemory memory_;
+  transport::cuda::LiveMemory live_;
 };
 
 }  // namespace client

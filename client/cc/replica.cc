@@ -100,6 +100,7 @@ class Replica::Impl {
     replica->set_incarnation(options_.incarnation);
     replica->set_partial(options_.partial);
     replica->set_atomic_swap(options_.atomic_swap);
+    replica->set_removable(options_.removable);
     replica->set_paused(paused());
     return report;
   }
@@ -164,7 +165,8 @@ class Replica::Impl {
     v1::ReplicaResumed* answer = report.mutable_resumed();
     answer->set_command_id(resume.command_id());
     if (GetEngine() == Engine::kRunning &&
-        resume.update_id() == running_update_) {
+        resume.update_id() == running_update_ &&
+        resume.removed() == running_removed_) {
       return report;
     }
     ResumeInfo info;
@@ -172,12 +174,14 @@ class Replica::Impl {
     info.version = resume.version();
     info.step = resume.step();
     info.weights_changed = resume.weights_changed();
+    info.removed = resume.removed();
     info.mode = resume.mode() == v1::PAUSE_MODE_UNSPECIFIED
                     ? v1::PAUSE_MODE_DRAIN
                     : resume.mode();
     const absl::Status status = hooks_.on_resume(info);
     if (status.ok()) {
       running_update_ = resume.update_id();
+      running_removed_ = resume.removed();
       SetEngine(Engine::kRunning);
     } else {
       LOG(ERROR) << Name() << " could not resume: " << status;
@@ -218,6 +222,7 @@ class Replica::Impl {
   std::deque<std::pair<std::string, v1::ReplicaReport>> answers_;
   // What the engine was last told to run on.
   std::string running_update_;
+  bool running_removed_ = false;
 
   WorkQueue queue_;
   ReplicaLease lease_;

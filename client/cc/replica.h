@@ -67,6 +67,9 @@ struct ResumeInfo {
   // update in the set that WorkerOptions::swap named, and it flips to it, all
   // workers at the same step.
   v1::PauseMode mode = v1::PAUSE_MODE_DRAIN;
+  // The model was removed (ReplicaOptions::removable): the engine generates
+  // without it until it is resumed with an update again.
+  bool removed = false;
 };
 
 // Called on one thread, one at a time, never while the library holds a lock. A
@@ -98,6 +101,8 @@ struct ReplicaOptions {
   // All workers have a spare set of tensors (WorkerOptions::swap): updates may
   // be published with PAUSE_MODE_NONE.
   bool atomic_swap = false;
+  // The engine can go on without the model, an adapter: it may be removed.
+  bool removable = false;
   // The engine stands paused now.
   bool paused = false;
   absl::Duration register_timeout = absl::Seconds(20);

@@ -33,6 +33,8 @@ struct Tensor {
   std::vector<int64_t> strides;
   // The first element. Not owned.
   void* data = nullptr;
+  // `data` is an address of GPU memory of this process.
+  bool on_gpu = false;
   // "main" when empty.
   std::string component;
 };

@@ -1,5 +1,6 @@
 #include "client/cc/trainer.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,13 +15,16 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "client/cc/gpu_regions.h"
 #include "client/cc/lease.h"
 #include "client/cc/rpc.h"
 #include "client/cc/store_map.h"
 #include "client/cc/wire_time.h"
 #include "glog/logging.h"
 #include "transport/host/arena.h"
+#include "transport/host/foreign_memory.h"
 #include "transport/host/host_memory.h"
+#include "transport/host/unique_fd.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
 
@@ -60,12 +64,13 @@ class Trainer::Impl {
   }
 
   absl::Status UseSharedMemory(const SharedMemory& memory) {
-    if (memory.name.empty() || memory.name[0] != '/') {
+    if (memory.name.empty() ? memory.fd < 0 : memory.name[0] != '/') {
       return ErrorStatus(absl::StatusCode::kInvalidArgument,
                          "MEMORY_NAME_INVALID",
                          absl::StrCat("\"", memory.name,
                                       "\" is no name of shared memory: give "
-                                      "the one of shm_open, with its slash."));
+                                      "the one of shm_open, with its slash, "
+                                      "or a descriptor."));
     }
     if (memory.data == nullptr || memory.size_bytes <= 0) {
       return ErrorStatus(absl::StatusCode::kInvalidArgument,
@@ -75,6 +80,12 @@ class Trainer::Impl {
                                       "bytes of it (",
                                       memory.size_bytes, ")."));
     }
+    KnownMemory added;
+    added.memory = memory;
+    if (memory.name.empty()) {
+      const absl::Status status = Keep(memory.fd, &added);
+      if (!status.ok()) return status;
+    }
     absl::MutexLock lock(&mutex_);
     const char* data = static_cast<const char*>(memory.data);
     ForgetLocked([&](const SharedMemory& known) {
@@ -82,7 +93,7 @@ class Trainer::Impl {
       return begin < data + memory.size_bytes &&
              data < begin + known.size_bytes;
     });
-    shared_.push_back(memory);
+    shared_.push_back(std::move(added));
     return absl::OkStatus();
   }
 
@@ -114,6 +125,8 @@ class Trainer::Impl {
     request.set_step(options.step);
     *request.mutable_options() = options.update;
     v1::PublishVersionResponse response;
+    const absl::Status ready = GpusReady();
+    if (!ready.ok()) return ready;
     while (true) {
       absl::StatusOr<std::string> session;
       {
@@ -227,6 +240,32 @@ class Trainer::Impl {
     std::shared_ptr<transport::Segment> segment;
   };
 
+  struct KnownMemory {
+    SharedMemory memory;
+    // Memory without a name: ours as long as it may be registered.
+    transport::UniqueFd fd;
+    v1::OpenFileMemory file;
+  };
+
+  static absl::Status Keep(int fd, KnownMemory* memory) {
+    absl::Status status =
+        transport::CheckIsMemory(fd, absl::StrCat("descriptor ", fd));
+    if (!status.ok()) return status;
+    memory->fd = transport::UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    struct stat held;
+    if (!memory->fd.valid() || fstat(memory->fd.get(), &held) != 0) {
+      return ErrorStatus(absl::StatusCode::kResourceExhausted,
+                         "TOO_MANY_DESCRIPTORS",
+                         absl::StrCat("Descriptor ", fd,
+                                      " cannot be duplicated: this process "
+                                      "has too many open (ulimit -n)."));
+    }
+    memory->file.set_fd(memory->fd.get());
+    memory->file.set_device(held.st_dev);
+    memory->file.set_inode(held.st_ino);
+    return absl::OkStatus();
+  }
+
   std::string Name() const {
     return absl::StrCat("rank ", options_.rank, " of ", options_.model);
   }
@@ -329,10 +368,13 @@ class Trainer::Impl {
             mapped.arena.arena_id);
         region->set_size_bytes(mapped.arena.size_bytes);
       }
+      GpuRegions gpus;
       for (const Tensor& shard : shards) {
-        const absl::Status status = AddShard(shard, &request);
+        const absl::Status status = shard.on_gpu ? gpus.Add(shard, &request)
+                                                 : AddShard(shard, &request);
         if (!status.ok()) return status;
       }
+      gpus_ = std::move(gpus);
     }
     v1::RegisterShardsResponse response;
     const absl::Status status =
@@ -407,9 +449,25 @@ class Trainer::Impl {
     return Register(session, shards_, deadline).status();
   }
 
+  absl::Status GpusReady() {
+    GpuRegions gpus;
+    {
+      absl::MutexLock lock(&mutex_);
+      gpus = gpus_;
+    }
+    return gpus.AwaitReady();
+  }
+
   std::string session() const {
     absl::MutexLock lock(&mutex_);
     return session_;
+  }
+
+  static bool IsSame(const v1::MemoryHandle& a, const v1::MemoryHandle& b) {
+    // Two duplicates of one descriptor may be mapped at two places.
+    return a.kind_case() == b.kind_case() &&
+           a.posix_shm().name() == b.posix_shm().name() &&
+           a.open_file().fd() == b.open_file().fd();
   }
 
   // The first regions of `request` are arenas_; shared memory that no shard
@@ -430,17 +488,23 @@ class Trainer::Impl {
           ToTensorShard(shard, static_cast<int>(i), data - arena.data);
       return absl::OkStatus();
     }
-    for (const SharedMemory& memory : shared_) {
+    for (const KnownMemory& known : shared_) {
+      const SharedMemory& memory = known.memory;
       if (!holds(memory.data, memory.size_bytes)) continue;
+      v1::MemoryHandle handle;
+      if (known.fd.valid()) {
+        *handle.mutable_open_file() = known.file;
+      } else {
+        handle.mutable_posix_shm()->set_name(memory.name);
+      }
       int region = static_cast<int>(arenas_.size());
       while (region < request->regions_size() &&
-             request->regions(region).memory().posix_shm().name() !=
-                 memory.name) {
+             !IsSame(request->regions(region).memory(), handle)) {
         ++region;
       }
       if (region == request->regions_size()) {
         v1::MemoryRegion* added = request->add_regions();
-        added->mutable_memory()->mutable_posix_shm()->set_name(memory.name);
+        *added->mutable_memory() = std::move(handle);
         added->set_size_bytes(memory.size_bytes);
       }
       *request->add_shards() = ToTensorShard(
@@ -457,7 +521,10 @@ class Trainer::Impl {
 
   template <typename Fn>
   void ForgetLocked(Fn which) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    shared_.erase(std::remove_if(shared_.begin(), shared_.end(), which),
+    shared_.erase(std::remove_if(shared_.begin(), shared_.end(),
+                                 [&](const KnownMemory& known) {
+                                   return which(known.memory);
+                                 }),
                   shared_.end());
   }
 
@@ -532,7 +599,9 @@ class Trainer::Impl {
   mutable absl::Mutex mutex_;
   std::string session_ ABSL_GUARDED_BY(mutex_);
   std::vector<MappedArena> arenas_ ABSL_GUARDED_BY(mutex_);
-  std::vector<SharedMemory> shared_ ABSL_GUARDED_BY(mutex_);
+  std::vector<KnownMemory> shared_ ABSL_GUARDED_BY(mutex_);
+  // Of what is registered.
+  GpuRegions gpus_ ABSL_GUARDED_BY(mutex_);
   // Not OK once the lease has ended.
   absl::Status ended_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<grpc::ClientContext*> running_ ABSL_GUARDED_BY(mutex_);
@@ -545,8 +614,8 @@ absl::StatusOr<std::string> SharedMemoryName(int fd) {
   const auto unnamed = [](absl::string_view why) {
     return ErrorStatus(absl::StatusCode::kInvalidArgument, "MEMORY_UNNAMED",
                        absl::StrCat("The descriptor ", why,
-                                    ": place the tensors in an arena, or in "
-                                    "shared memory that keeps its name."));
+                                    ": give the descriptor itself, or place "
+                                    "the tensors in an arena."));
   };
   struct stat held;
   if (fstat(fd, &held) != 0) return unnamed("is not open");

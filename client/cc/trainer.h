@@ -76,12 +76,18 @@ struct TrainerArena {
   absl::Duration warm_up;
 };
 
-// Memory that the caller made and owns, and that the daemon can open by its
-// name: shared memory of POSIX (shm_open; torch's file_system strategy).
+// Memory that the caller made and owns, and that the daemon can open: by its
+// name, shared memory of POSIX (shm_open; torch's file_system strategy); by a
+// descriptor, what has none (memfd_create, or unlinked; torch's file_descriptor
+// strategy).
 struct SharedMemory {
   // As given to shm_open, with its leading slash. It must stay until the shards
-  // in it are registered no more.
+  // in it are registered no more. Empty: `fd` says it.
   std::string name;
+  // The library keeps a duplicate, and with it the memory, until it is
+  // forgotten. The daemon opens it by way of /proc: both in one pid namespace,
+  // and the daemon root's or of the same user.
+  int fd = -1;
   // Where this process has it mapped, from its beginning.
   void* data = nullptr;
   int64_t size_bytes = 0;
@@ -89,7 +95,7 @@ struct SharedMemory {
 
 // The name of the shared memory that a descriptor is of.
 //   INVALID_ARGUMENT  MEMORY_UNNAMED: it has none (a memfd, or unlinked
-//   already), or is no shared memory: place the tensors in an arena.
+//   already), or is no shared memory of POSIX: give the descriptor itself.
 absl::StatusOr<std::string> SharedMemoryName(int fd);
 
 struct PublishOptions {
@@ -145,16 +151,23 @@ class Trainer {
   // answers MEMORY_UNKNOWN, MEMORY_DENIED (another user's) or
   // MEMORY_OUT_OF_RANGE. Where it overlaps memory that was named before, this
   // takes its place.
-  //   INVALID_ARGUMENT  MEMORY_SIZE_INVALID, MEMORY_NAME_INVALID.
+  //   INVALID_ARGUMENT  MEMORY_SIZE_INVALID, MEMORY_NAME_INVALID, NOT_MEMORY:
+  //   the descriptor is of a file on a disk, of no file, or not open.
   absl::Status UseSharedMemory(const SharedMemory& memory);
   // Takes it back; shards in it stay registered until RegisterShards.
   void ForgetSharedMemory(const void* data);
 
   // Says which part of which parameter lies where. `data` of each must lie in
-  // one of the arenas or in shared memory that was named, whole. Replaces what
-  // was registered before. A rank may hold none.
+  // one of the arenas or in shared memory that was named, whole, or be GPU
+  // memory of this process (Tensor::on_gpu). Replaces what was registered
+  // before, and returns when GPU memory of that may be freed. A rank may hold
+  // none.
   //   INVALID_ARGUMENT  those of CheckTensors; MEMORY_OUT_OF_RANGE: a shard
-  //   does not lie in memory of this trainer.
+  //   does not lie in memory of this trainer. NOT_DEVICE_MEMORY,
+  //   PAST_ALLOCATION.
+  //   FAILED_PRECONDITION  NOT_EXPORTABLE: made by cuMemCreate (PyTorch's
+  //   expandable_segments), or another process's; MIG_NO_IPC;
+  //   CUDA_RUNTIME_MISSING, CUDA_NOT_BUILT, DRIVER_TOO_OLD, NO_DEVICE.
   //   Everything that RegisterShards answers.
   absl::StatusOr<v1::RegisterShardsResponse> RegisterShards(
       const std::vector<Tensor>& shards,
@@ -162,8 +175,11 @@ class Trainer {
 
   // Offers the tensors as they are now. When it returns OK they may be changed;
   // the caller leaves them alone until then. A broken connection is tried
-  // again, with the same request_id, until `options.timeout`.
-  //   Everything that PublishVersion answers.
+  // again, with the same request_id, until `options.timeout`. Where tensors are
+  // on GPUs it waits for what this process has given these to do, on all
+  // streams, before they are read.
+  //   Everything that PublishVersion answers. FAILED_PRECONDITION
+  //   ALLOCATION_FREED: GPU memory of a shard was freed; register it again.
   absl::StatusOr<PublishResult> Publish(const PublishOptions& options);
 
   // Waits for the outcome: the version when every replica serves it.

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -40,6 +42,28 @@ v1::InstalledState MakeState(v1::InstalledState::State state,
   return installed;
 }
 
+absl::Status CheckMemory(const WorkerOptions& options,
+                         const std::vector<Tensor>& tensors,
+                         const std::vector<Tensor>& spare) {
+  for (const Tensor& tensor : tensors) {
+    if ((tensor.data == nullptr) == (options.take != nullptr)) continue;
+    return ErrorStatus(
+        absl::StatusCode::kInvalidArgument, "TENSOR_MEMORY_INVALID",
+        absl::StrCat(tensor.name,
+                     options.take
+                         ? " has memory: a worker that takes its tensors over "
+                           "by `take` registers them without."
+                         : " has no memory to be written to."));
+  }
+  if (options.take && (options.load || options.swap || !spare.empty())) {
+    return ErrorStatus(absl::StatusCode::kInvalidArgument,
+                       "TENSOR_MEMORY_INVALID",
+                       "A worker that takes its tensors over by `take` neither "
+                       "loads nor swaps them.");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckSpare(const WorkerOptions& options,
                         const std::vector<Tensor>& tensors,
                         const std::vector<Tensor>& spare) {
@@ -69,6 +93,44 @@ absl::Status CheckSpare(const WorkerOptions& options,
   return absl::OkStatus();
 }
 
+// What is read from, and how.
+class Reader : public TensorReader {
+ public:
+  using ReadFn = std::function<absl::Status(int tensor, char* data)>;
+
+  Reader(const v1::ApplyUpdate& apply, bool first, bool last,
+         std::vector<int32_t> tensors, const std::vector<Tensor>& registered,
+         ReadFn read)
+      : registered_(registered), read_(std::move(read)) {
+    update_id_ = apply.update_id();
+    version_ = apply.version();
+    first_ = first;
+    last_ = last;
+    tensors_ = std::move(tensors);
+  }
+
+  absl::Status Read(int tensor, void* data, int64_t bytes) override {
+    if (std::find(tensors_.begin(), tensors_.end(), tensor) ==
+        tensors_.end()) {
+      return ErrorStatus(absl::StatusCode::kInvalidArgument, "TENSOR_UNKNOWN",
+                         absl::StrCat("Tensor ", tensor,
+                                      " is none that can be read now."));
+    }
+    if (data == nullptr || bytes < SpanBytes(registered_[tensor])) {
+      return ErrorStatus(
+          absl::StatusCode::kInvalidArgument, "MEMORY_SIZE_INVALID",
+          absl::StrCat(registered_[tensor].name, " takes ",
+                       SpanBytes(registered_[tensor]), " bytes, not ", bytes,
+                       "."));
+    }
+    return read_(tensor, static_cast<char*>(data));
+  }
+
+ private:
+  const std::vector<Tensor>& registered_;
+  const ReadFn read_;
+};
+
 // Reads all of a tensor for its digest.
 transport::CopyTask DigestTask(const Tensor& tensor, uint32_t ordinal) {
   const absl::Span<const int64_t> extent = PartExtent(tensor);
@@ -94,13 +156,14 @@ transport::CopyTask DigestTask(const Tensor& tensor, uint32_t ordinal) {
 class Worker::Impl {
  public:
   Impl(WorkerOptions options, std::vector<Tensor> tensors,
-       std::vector<Tensor> spare, std::shared_ptr<grpc::Channel> channel)
+       std::vector<Tensor> spare, std::unique_ptr<ClientMemory> memory,
+       std::shared_ptr<grpc::Channel> channel)
       : options_(std::move(options)),
         sets_{std::move(tensors), std::move(spare)},
-        memory_(options_.copy_threads),
+        memory_(std::move(memory)),
         stub_(v1::ReplicaService::NewStub(std::move(channel))),
         installed_(options_.installed),
-        store_(memory_.get()),
+        store_(memory_->get()),
         lease_(RegisteredLeaseOptions(Name(), options_), MakeCallbacks()) {
     lease_.Start();
   }
@@ -297,6 +360,9 @@ class Worker::Impl {
       case v1::WorkerCommand::kEndStream:
         EndStream(command.end_stream(), stream);
         break;
+      case v1::WorkerCommand::kRemoveWeights:
+        Remove(command.remove_weights(), stream);
+        break;
       case v1::WorkerCommand::kDigestTensors:
         DigestTensors(command.digest_tensors(), stream);
         break;
@@ -465,14 +531,32 @@ class Worker::Impl {
     for (const StoreMap::Bucket& bucket : *buckets) {
       sources.push_back({bucket.data, bucket.size_bytes});
     }
-    const auto tasks = (*plan)->Tasks(sources);
-    if (!tasks.ok()) return tasks.status();
+    std::vector<transport::CopyTask> tasks;
+    if (!options_.take) {
+      auto made = (*plan)->Tasks(sources);
+      if (!made.ok()) return made.status();
+      tasks = *std::move(made);
+    }
 
     absl::Status status = AnnounceWriting(apply, stream);
     if (!status.ok()) return status;
     *untouched = false;
-    status = memory_.get()->Copy(*tasks, transport::CopyOptions(),
-                                 /*digest=*/nullptr);
+    if (options_.take) {
+      std::vector<int32_t> all(sets_[0].size());
+      for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int>(i);
+      Reader reader(apply, /*first=*/true, /*last=*/true, std::move(all),
+                    sets_[0], [&](int tensor, char* data) -> absl::Status {
+                      auto made = (*plan)->TasksInto(tensor, sources, data);
+                      if (!made.ok()) return made.status();
+                      return memory_->get()->Copy(*made,
+                                                 transport::CopyOptions(),
+                                                 /*digest=*/nullptr);
+                    });
+      status = options_.take(&reader);
+    } else {
+      status = memory_->get()->Copy(tasks, transport::CopyOptions(),
+                                   /*digest=*/nullptr);
+    }
     if (!status.ok()) return status;
     answer->set_copied_bytes((*plan)->bytes());
     FenceCopies();
@@ -506,7 +590,48 @@ class Worker::Impl {
     std::set<int32_t> taken;
     int64_t bytes = 0;
     absl::Duration copying;
+    // Of tensors without memory: what has come of those that are not complete,
+    // and the bytes that each still lacks. Whether `take` was called yet.
+    std::vector<std::unique_ptr<char[]>> partial;
+    std::vector<int64_t> lacking;
+    bool begun = false;
+
+    // Memory for tensors of which something comes now.
+    std::vector<char*> Targets(const std::vector<Tensor>& tensors,
+                               const std::map<int32_t, int64_t>& coming) {
+      std::vector<char*> targets(tensors.size());
+      for (const auto& tensor : coming) {
+        std::unique_ptr<char[]>& memory = partial[tensor.first];
+        if (memory == nullptr) {
+          memory.reset(new char[SpanBytes(tensors[tensor.first])]);
+        }
+        targets[tensor.first] = memory.get();
+      }
+      return targets;
+    }
   };
+
+  // Something of these tensors has come: those that are complete now are handed
+  // over, and their memory is given back.
+  absl::Status HandOver(const std::map<int32_t, int64_t>& come, bool last) {
+    std::vector<int32_t> ready;
+    for (const auto& tensor : come) {
+      int64_t& lacking = streaming_->lacking[tensor.first];
+      lacking -= tensor.second;
+      if (lacking == 0) ready.push_back(tensor.first);
+    }
+    if (ready.empty() && !last) return absl::OkStatus();
+    Reader reader(streaming_->apply, !streaming_->begun, last, ready, sets_[0],
+                  [this](int tensor, char* data) {
+                    memcpy(data, streaming_->partial[tensor].get(),
+                           SpanBytes(sets_[0][tensor]));
+                    return absl::OkStatus();
+                  });
+    streaming_->begun = true;
+    const absl::Status status = options_.take(&reader);
+    for (const int32_t tensor : ready) streaming_->partial[tensor].reset();
+    return status;
+  }
 
   void BeginStream(const v1::ApplyUpdate& apply,
                    WorkerLease::StreamNumber stream) {
@@ -526,6 +651,8 @@ class Worker::Impl {
         streaming_->apply = apply;
         streaming_->apply.clear_direct();
         streaming_->plan = *std::move(plan);
+        streaming_->partial.resize(sets_[0].size());
+        streaming_->lacking = streaming_->plan->tensor_bytes();
       }
       EndWrite();
     }
@@ -562,18 +689,40 @@ class Worker::Impl {
             absl::StrCat("The trainer's memory ", arena_id,
                          " could not be mapped or was never offered."));
       }
-      const auto tasks =
-          DirectTasks(copies, sets_[WriteSet()], apply.ordinals(),
-                      memory->data(), copies.size_bytes());
+      std::vector<Tensor> targets;
+      std::map<int32_t, int64_t> come;
+      if (options_.take) {
+        targets = sets_[0];
+        for (const v1::TensorCopy& copy : copies.copies()) {
+          if (copy.tensor() >= 0 &&
+              copy.tensor() < static_cast<int>(targets.size())) {
+            come[copy.tensor()] = 0;
+          }
+        }
+        const auto memories = streaming_->Targets(sets_[0], come);
+        for (const auto& tensor : come) {
+          targets[tensor.first].data = memories[tensor.first];
+        }
+      }
+      const auto tasks = DirectTasks(
+          copies, options_.take ? targets : sets_[WriteSet()],
+          apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
       transport::Digest digest;
       const absl::Status copied =
-          memory_.get()->Copy(*tasks, transport::CopyOptions(), &digest);
+          memory_->get()->Copy(*tasks, transport::CopyOptions(), &digest);
       if (!copied.ok()) return copied;
-      for (const auto& task : *tasks) streaming_->bytes += task.bytes();
+      for (size_t i = 0; i < tasks->size(); ++i) {
+        streaming_->bytes += (*tasks)[i].bytes();
+        // One for each copy, in their order.
+        if (options_.take) {
+          come[copies.copies(static_cast<int>(i)).tensor()] +=
+              (*tasks)[i].bytes();
+        }
+      }
       taken->mutable_digest()->set_lane0(digest.lanes[0]);
       taken->mutable_digest()->set_lane1(digest.lanes[1]);
-      return absl::OkStatus();
+      return options_.take ? HandOver(come, /*last=*/false) : absl::OkStatus();
     });
     if (status.ok() && last) streaming_->taken.insert(taken->bucket());
     if (!status.ok()) *taken->mutable_failure() = ToFailure(status);
@@ -592,16 +741,27 @@ class Worker::Impl {
       const auto bucket =
           store_.LocateOne(pass.update_id(), id, pass.location().slot());
       if (!bucket.ok()) return bucket.status();
+      const ApplyPlan& plan = *streaming_->plan;
+      const ApplyPlan::Source source{bucket->data, bucket->size_bytes};
+      // Sent again: what it completed was handed over.
+      if (options_.take && streaming_->taken.count(id) > 0) {
+        return absl::OkStatus();
+      }
+      std::map<int32_t, int64_t> come;
+      if (options_.take) come = plan.TensorsOf(id);
       const auto tasks =
-          streaming_->plan->TasksOf(id, {bucket->data, bucket->size_bytes});
+          options_.take
+              ? plan.TasksOfInto(id, source,
+                                 streaming_->Targets(sets_[0], come))
+              : plan.TasksOf(id, source);
       if (!tasks.ok()) return tasks.status();
-      const absl::Status copied = memory_.get()->Copy(
+      const absl::Status copied = memory_->get()->Copy(
           *tasks, transport::CopyOptions(), /*digest=*/nullptr);
       if (!copied.ok()) return copied;
       FenceCopies();
       if (!bucket->StillThere()) return Recycled(pass.update_id());
       for (const auto& task : *tasks) streaming_->bytes += task.bytes();
-      return absl::OkStatus();
+      return options_.take ? HandOver(come, /*last=*/false) : absl::OkStatus();
     });
     if (status.ok()) streaming_->taken.insert(id);
     if (!status.ok()) {
@@ -656,9 +816,16 @@ class Worker::Impl {
       Answer(apply, status, absl::ZeroDuration(), std::move(report), stream);
       return;
     }
+    absl::Status status;
+    const bool all =
+        end.complete() &&
+        std::all_of(streaming_->plan->buckets().begin(),
+                    streaming_->plan->buckets().end(), [this](int32_t bucket) {
+                      return streaming_->taken.count(bucket) > 0;
+                    });
+    if (options_.take && all) status = HandOver({}, /*last=*/true);
     const std::unique_ptr<Streaming> streamed = std::move(streaming_);
     answer->set_copied_bytes(streamed->bytes);
-    absl::Status status;
     if (!end.complete()) {
       status = ErrorStatus(
           absl::StatusCode::kAborted, "UPDATE_ABORTED",
@@ -680,6 +847,38 @@ class Worker::Impl {
            stream);
   }
 
+  // ---- Removing ----
+
+  void Remove(const v1::RemoveWeights& command,
+              WorkerLease::StreamNumber stream) {
+    // What was streamed so far is a mix that nobody completes any more.
+    streaming_ = nullptr;
+    absl::Status status;
+    if (installed().state() != v1::InstalledState::STATE_NOTHING) {
+      if (options_.on_remove) {
+        // Neither there nor gone, until the engine has said so.
+        v1::InstalledState between = installed();
+        between.set_state(v1::InstalledState::STATE_WRITING);
+        SetInstalled(std::move(between));
+        status = options_.on_remove();
+      }
+      if (status.ok()) {
+        v1::InstalledState nothing;
+        nothing.set_state(v1::InstalledState::STATE_NOTHING);
+        SetInstalled(std::move(nothing));
+      }
+    }
+    v1::WorkerReport report;
+    v1::WorkerApplied* answer = report.mutable_applied();
+    answer->set_command_id(command.command_id());
+    if (!status.ok()) {
+      LOG(ERROR) << Name() << " could not drop its weights: " << status;
+      *answer->mutable_failure() = ToFailure(status);
+    }
+    *answer->mutable_installed() = installed();
+    lease_.Write(stream, std::move(report));
+  }
+
   // ---- Verifying ----
 
   void DigestTensors(const v1::DigestTensors& command,
@@ -689,7 +888,13 @@ class Worker::Impl {
     answer->set_command_id(command.command_id());
     const absl::Time start = absl::Now();
     // Reads the memory: it must be there.
-    absl::Status status = BeginWrite(v1::ApplyUpdate());
+    absl::Status status =
+        options_.take
+            ? ErrorStatus(absl::StatusCode::kFailedPrecondition,
+                          "DIGESTS_UNKNOWN",
+                          absl::StrCat(Name(), " hands its tensors over to the "
+                                       "engine and keeps none to digest."))
+            : BeginWrite(v1::ApplyUpdate());
     if (status.ok()) {
       const std::vector<Tensor>& tensors = sets_[serving_];
       if (command.ordinals_size() != static_cast<int>(tensors.size())) {
@@ -704,7 +909,8 @@ class Worker::Impl {
         const transport::CopyTask task = DigestTask(
             tensors[i],
             static_cast<uint32_t>(command.ordinals(static_cast<int>(i))));
-        status = memory_.get()->Copy({task}, transport::CopyOptions(), &digest);
+        status =
+            memory_->get()->Copy({task}, transport::CopyOptions(), &digest);
         v1::Digest* out = answer->add_digests();
         out->set_lane0(digest.lanes[0]);
         out->set_lane1(digest.lanes[1]);
@@ -728,7 +934,7 @@ class Worker::Impl {
   const WorkerOptions options_;
   // The second is empty where nothing is swapped.
   const std::vector<Tensor> sets_[2];
-  ClientMemory memory_;
+  const std::unique_ptr<ClientMemory> memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
 
   mutable absl::Mutex mutex_;
@@ -767,6 +973,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
     std::vector<Tensor> spare) {
   absl::Status status = CheckTensors(tensors, /*unique_names=*/true);
   if (status.ok()) status = CheckTensors(spare, /*unique_names=*/true);
+  if (status.ok()) status = CheckMemory(options, tensors, spare);
   if (status.ok()) status = CheckSpare(options, tensors, spare);
   if (!status.ok()) return status;
   if (options.model.empty() || options.replica.empty() ||
@@ -783,12 +990,23 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
                      " is not one of 0 to worker_count - 1, with worker_count ",
                      options.worker_count, "."));
   }
+  auto memory = std::make_unique<ClientMemory>(options.copy_threads);
+  for (const auto* set : {&tensors, &spare}) {
+    for (const Tensor& tensor : *set) {
+      if (!tensor.on_gpu) continue;
+      status = memory->AddGpuRange(tensor.data, SpanBytes(tensor));
+      if (!status.ok()) {
+        return ErrorStatus(status.code(), ErrorReason(status),
+                           absl::StrCat(tensor.name, ": ", status.message()));
+      }
+    }
+  }
   options.model = ModelName(options.model);
   auto channel = MakeChannel(options.address);
   if (!channel.ok()) return channel.status();
-  return std::unique_ptr<Worker>(new Worker(
-      std::make_unique<Impl>(std::move(options), std::move(tensors),
-                             std::move(spare), *std::move(channel))));
+  return std::unique_ptr<Worker>(new Worker(std::make_unique<Impl>(
+      std::move(options), std::move(tensors), std::move(spare),
+      std::move(memory), *std::move(channel))));
 }
 
 Worker::Worker(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -31,6 +31,11 @@
 // No byte is written while the engine's memory is not there: asleep (Sleep), or
 // where WorkerOptions::may_write says no.
 //
+// Tensors may be on GPUs of this process (Tensor::on_gpu): an update is copied
+// to them by copy engines, from memory of the daemon that is pinned once. When
+// WorkerApplied is told, and on_resume called, the bytes are there for every
+// stream.
+//
 // Broken streams are mended by the library: it registers again after a
 // back-off, for as long as the object lives, unless the daemon's answer is one
 // that trying again cannot change (see ended()).
@@ -64,6 +69,37 @@ struct AppliedInfo {
   absl::Status status;
   int64_t copied_bytes = 0;
   absl::Duration copy_duration;
+};
+
+// Tensors of an update that are there to be read, in WorkerOptions::take. Not
+// thread-safe; valid as long as that call runs.
+class TensorReader {
+ public:
+  virtual ~TensorReader() = default;
+
+  const std::string& update_id() const { return update_id_; }
+  int64_t version() const { return version_; }
+  // Of the calls for one update. One that is streamed may be given up before
+  // the last.
+  bool first() const { return first_; }
+  bool last() const { return last_; }
+  // Which tensors can be read now, by their place in the registration. Of an
+  // update that is streamed, those that the bucket which has just come has
+  // completed; otherwise all, in one call.
+  const std::vector<int32_t>& tensors() const { return tensors_; }
+
+  // Copies one of them to `data`, laid out as it was registered: `bytes` is at
+  // least SpanBytes of it. Any number of times.
+  //   INVALID_ARGUMENT  TENSOR_UNKNOWN: it cannot be read now.
+  //     MEMORY_SIZE_INVALID. And the errors of copying.
+  virtual absl::Status Read(int tensor, void* data, int64_t bytes) = 0;
+
+ protected:
+  std::string update_id_;
+  int64_t version_ = 0;
+  bool first_ = true;
+  bool last_ = true;
+  std::vector<int32_t> tensors_;
 };
 
 struct WorkerOptions {
@@ -101,6 +137,19 @@ struct WorkerOptions {
   // Not of a worker that swaps.
   std::function<absl::Status(const std::string& update_id, int64_t version)>
       load;
+  // Of a worker whose tensors have no memory of their own (`data` is null in
+  // all of them): called on the copying thread, instead of copies into them,
+  // with what is there to be read: once for an update, or as its buckets come
+  // where it is streamed. When the call for the last of them has returned OK
+  // the update counts as installed; not OK: what the engine holds is a mix, as
+  // with `load`. Nothing is kept here but what a bucket has left incomplete.
+  std::function<absl::Status(TensorReader* reader)> take;
+  // Called on the copying thread when the model was removed (an adapter that is
+  // not wanted any more): the engine drops what it made of the weights; the
+  // replica is paused. The tensors' memory stays, for the next publish writes
+  // there again. Not OK: what it holds is neither; it is asked again. May be
+  // empty.
+  std::function<absl::Status()> on_remove;
   // Called on the copying thread when the tensors are about to become a mix:
   // after the daemon was told, before the first byte.
   std::function<void(const std::string& update_id)> on_writing;
@@ -117,7 +166,11 @@ class Worker {
   // Checks the tensors and starts to register. Memory that `tensors` point to
   // must stay valid until Close.
   //   INVALID_ARGUMENT: those of CheckTensors; WORKER_INDEX_INVALID,
-  //     NAME_INVALID (no model, replica or incarnation), ADDRESS_INVALID.
+  //     NAME_INVALID (no model, replica or incarnation), ADDRESS_INVALID;
+  //     NOT_DEVICE_MEMORY: `on_gpu`, and on no GPU of this process.
+  //   FAILED_PRECONDITION  CUDA_RUNTIME_MISSING, CUDA_NOT_BUILT,
+  //   DRIVER_TOO_OLD,
+  //     NO_DEVICE.
   static absl::StatusOr<std::unique_ptr<Worker>> Start(
       WorkerOptions options, std::vector<Tensor> tensors);
   // With a second set of tensors of the same names, types, shapes and boxes;

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -17,6 +18,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
@@ -24,12 +26,14 @@
 #include "client/cc/wire_time.h"
 #include "client/ctl/format.h"
 #include "client/ctl/help.h"
+#include "client/ctl/mapping.h"
 #include "client/ctl/names.h"
 #include "client/ctl/plan.h"
 #include "client/ctl/render.h"
 #include "nlohmann/json.hpp"
 #include "proto/plan.h"
 #include "proto/status.h"
+#include "schedule/catalog.h"
 #include "schedule/describe.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
@@ -49,7 +53,7 @@ constexpr struct {
 } kCommandOptions[] = {
     {"--mode", "pause"},           {"--template", "save"},
     {"--max_shard_bytes", "save"}, {"--version", "load"},
-    {"--pause_mode", "load"},
+    {"--pause_mode", "load"},      {"--rules", "names"},
 };
 
 struct Arguments {
@@ -236,6 +240,8 @@ class Ctl {
   int Drain();
   int Delete();
   int Adopt();
+  int Remove();
+  int Names();
   int Plan();
   int Save();
   int Load();
@@ -386,6 +392,8 @@ class Ctl {
     }
     return number;
   }
+  // One side of `names`: a file, a model, or what a replica's workers take.
+  absl::StatusOr<std::vector<NamedTensor>> ReadNames(const std::string& source);
 
   // The version that `watch` follows.
   absl::StatusOr<std::string> WatchedName();
@@ -568,7 +576,7 @@ int Ctl::Models() {
     const absl::Status status = ListModels(&response);
     if (!status.ok()) return Fail(status);
     return PrintList(response, response.models_size(),
-                 [&] { return RenderModels(ToVector(response.models())); });
+                     [&] { return RenderModels(ToVector(response.models())); });
   }
   if (arguments_.positional.size() > 1) return Usage("models takes one MODEL");
   const auto name = ParseTopName(arguments_.positional[0], "models");
@@ -629,8 +637,9 @@ int Ctl::Replicas() {
     v1::ListReplicasResponse response;
     const absl::Status status = ListReplicas(name.model, &response);
     if (!status.ok()) return Fail(status);
-    return PrintList(response, response.replicas_size(),
-                 [&] { return RenderReplicas(ToVector(response.replicas())); });
+    return PrintList(response, response.replicas_size(), [&] {
+      return RenderReplicas(ToVector(response.replicas()));
+    });
   }
   v1::GetReplicaRequest request;
   request.set_name(name.resource);
@@ -783,6 +792,31 @@ int Ctl::Release() {
   });
 }
 
+int Ctl::Remove() {
+  if (arguments_.positional.size() != 1) return Usage("remove needs a MODEL");
+  const auto name = ParseTopName(arguments_.positional[0], "models");
+  if (!name.ok()) return UsageOf(name.status());
+  v1::RemoveModelRequest request;
+  request.set_name(*name);
+  SayTimeout(&request);
+  v1::Model model;
+  const absl::Status status =
+      Call("RemoveModel", [&](grpc::ClientContext* context) {
+        return stub_->RemoveModel(context, request, &model);
+      });
+  if (!status.ok()) return Fail(status);
+  return Print(model, [&] {
+    return model.removed()
+               ? absl::StrCat(model.name(),
+                              " is removed: no engine has it, until it is "
+                              "published again\n")
+               : absl::StrCat(model.name(),
+                              " was removed, and published again "
+                              "meanwhile: ",
+                              model.active_version(), "\n");
+  });
+}
+
 int Ctl::Verify() {
   const auto name = OneName("replicas", "verify needs a REPLICA");
   if (!name.has_value()) return kExitUsage;
@@ -816,6 +850,81 @@ int Ctl::Verify() {
     return out;
   });
   return printed == kExitOk && !response.equal() ? kExitError : printed;
+}
+
+absl::StatusOr<std::vector<NamedTensor>> Ctl::ReadNames(
+    const std::string& source) {
+  std::vector<NamedTensor> tensors;
+  if (!absl::StartsWith(source, "models/")) {
+    const absl::StatusOr<schedule::Catalog> catalog = ReadCatalog(source);
+    if (!catalog.ok()) return catalog.status();
+    for (const schedule::Param& param : catalog->params()) {
+      tensors.push_back({param.name,
+                         std::string(schedule::DTypeName(param.dtype)),
+                         {param.shape.begin(), param.shape.end()}});
+    }
+    return tensors;
+  }
+  const auto add = [&tensors](const auto& tensor) {
+    tensors.push_back({tensor.name(),
+                       std::string(absl::StripPrefix(
+                           v1::DType_Name(tensor.dtype()), "DTYPE_")),
+                       {tensor.shape().begin(), tensor.shape().end()}});
+  };
+  if (absl::StrContains(source, "/replicas/")) {
+    v1::GetReplicaRequest request;
+    request.set_name(source);
+    v1::Replica replica;
+    const absl::Status status =
+        Call("GetReplica", [&](grpc::ClientContext* context) {
+          return stub_->GetReplica(context, request, &replica);
+        });
+    if (!status.ok()) return status;
+    // Each worker has its part of most of them.
+    std::set<std::string> seen;
+    for (const v1::Worker& worker : replica.workers()) {
+      for (const v1::WantedTensor& tensor : worker.tensors()) {
+        if (seen.insert(tensor.name()).second) add(tensor);
+      }
+    }
+    return tensors;
+  }
+  v1::GetModelRequest request;
+  request.set_name(source);
+  v1::Model model;
+  const absl::Status status =
+      Call("GetModel", [&](grpc::ClientContext* context) {
+        return stub_->GetModel(context, request, &model);
+      });
+  if (!status.ok()) return status;
+  for (const v1::Parameter& parameter : model.parameters()) add(parameter);
+  return tensors;
+}
+
+int Ctl::Names() {
+  if (arguments_.positional.size() != 2) {
+    return Usage("names needs a TRAINER and an ENGINE");
+  }
+  std::vector<NameRule> rules;
+  if (!Value("--rules").empty()) {
+    const absl::StatusOr<std::string> text = ReadTextFile(Value("--rules"));
+    if (!text.ok()) return Fail(text.status());
+    absl::StatusOr<std::vector<NameRule>> parsed = ParseNameRules(*text);
+    if (!parsed.ok()) return Fail(parsed.status());
+    rules = *std::move(parsed);
+  }
+  std::vector<NamedTensor> sides[2];
+  for (int side = 0; side < 2; ++side) {
+    auto read = ReadNames(arguments_.positional[side]);
+    if (!read.ok()) return Fail(read.status());
+    sides[side] = *std::move(read);
+  }
+  const absl::StatusOr<NameMapping> mapping =
+      MapNames(sides[0], sides[1], rules);
+  if (!mapping.ok()) return Fail(mapping.status());
+  *screen_.out << (arguments_.json ? MappingJson(*mapping)
+                                   : RenderMapping(*mapping));
+  return mapping->Fits() ? kExitOk : kExitError;
 }
 
 int Ctl::Drain() {
@@ -1054,6 +1163,7 @@ int Run(const std::vector<std::string>& args,
       {"verify", &Ctl::Verify},     {"drain", &Ctl::Drain},
       {"delete", &Ctl::Delete},     {"adopt", &Ctl::Adopt},
       {"save", &Ctl::Save},         {"load", &Ctl::Load},
+      {"remove", &Ctl::Remove},     {"names", &Ctl::Names},
   };
   for (const auto& command : kCommands) {
     if (arguments.command != command.name) continue;

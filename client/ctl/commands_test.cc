@@ -236,7 +236,7 @@ TEST_F(CommandsTest, WatchEndsAtItsTimeout) {
   EXPECT_EQ(Ctl({"watch", "--timeout=300ms"}), kExitOk);
   // Nothing was heard, of a coordinator that does not answer either.
   admin_.silent = true;
-  EXPECT_EQ(Ctl({"watch", "m/latest", "--timeout=300ms"}), kExitError);
+  EXPECT_EQ(Ctl({"watch", "m/latest", "--timeout=300ms"}), kExitUnreachable);
   admin_.silent = false;
   EXPECT_EQ(admin_.parents.back(), "models/m/versions/latest");
 }

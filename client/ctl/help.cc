@@ -125,6 +125,13 @@ and its store is no holder any more; --undo takes that back.
 Forgets a version that nobody serves and frees its bytes, or a replica that is
 gone. MODEL/3 is a version, MODEL/NAME a replica.
 )"},
+    {"remove", "take a model (an adapter) out of every engine",
+     R"(weightsyncctl remove MODEL [--json]
+
+Every replica of MODEL pauses, drops it and goes on without it; its versions are
+forgotten and their bytes freed. The next publish brings it back, with the
+number after the highest. Only where all replicas registered it as removable.
+)"},
     {"adopt", "go on after the journal was lost",
      R"(weightsyncctl adopt [CLUSTER] [--json]
 
@@ -168,6 +175,28 @@ daemon at --address.
                             (default 1)
   --worker R:T              lists every copy of that worker; may be repeated
 )"},
+    {"names", "what rules make of a trainer's names",
+     R"(weightsyncctl names TRAINER ENGINE [--rules RULES.json] [--json]
+
+Shows old and new name of every tensor of TRAINER, and what is left over or
+differs between it and ENGINE. Each is a .safetensors file, a model's
+.index.json, models/MODEL (what its trainers registered), or
+models/MODEL/replicas/NAME (what its workers take). Exit code 1 when something
+is left over or differs.
+
+RULES.json is a list of rules, applied in their order, each to what the one
+before it left; patterns are RE2,  to \9 are their groups:
+
+  [{"rename": ["^transformer\.h\.", "model.layers."]},
+   {"drop": "inv_freq$"},
+   {"split": {"pattern": "qkv_proj", "names": ["q_proj", "k_proj", "v_proj"],
+              "sizes": [4096, 1024, 1024]}},
+   {"split_qkv": {"pattern": "qkv_proj", "heads": 32, "kv_heads": 8,
+                  "head_dim": 128, "interleaved": true}},
+   {"split_gate_up": "gate_up_proj"},
+   {"fuse": {"pattern": "(gate|up)_proj", "parts": ["gate", "up"],
+             "name": "gate_up_proj", "sizes": [8, 8]}}]
+)"},
     {"help", "this, or help about a command", "weightsyncctl help [COMMAND]\n"},
 };
 
@@ -192,8 +221,8 @@ usage: weightsyncctl COMMAND [ARGUMENT] [--address ADDRESS] [--timeout TIME]
                      this machine (/run/weightsync/weightsyncd.sock, else
                      127.0.0.1:7670).
   --timeout TIME     give up after it: 500ms, 10s, 2m. Default: 10s; pause,
-                     resume, rollback, release and verify: 2m; save and load:
-                     10m; watch: never.
+                     resume, rollback, release, remove and verify: 2m; save and
+                     load: 10m; watch: never.
   --json             protobuf JSON, for programs; errors are one object on
                      stderr: {"code", "reason", "message"}
 

@@ -332,6 +332,10 @@ absl::StatusOr<schedule::Catalog> ReadCatalog(const std::string& path) {
   return schedule::CatalogFromSafetensors(files, &*index);
 }
 
+absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
+  return ReadFile(path);
+}
+
 absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options) {
   PlanOrder order;
   std::set<std::string> given;

@@ -48,6 +48,10 @@ absl::StatusOr<PlanOrder> ReadPlanOrder(const Options& options);
 // model.safetensors.index.json names. Only headers are read.
 absl::StatusOr<schedule::Catalog> ReadCatalog(const std::string& path);
 
+// All of a file that people write. NOT_FOUND (FILE_UNKNOWN), INVALID_ARGUMENT
+// (FILE_UNREADABLE).
+absl::StatusOr<std::string> ReadTextFile(const std::string& path);
+
 // "qwen2.5-0.5b, 16 trainer GPUs (fsdp) to 8 replicas x tp 2".
 std::string PlanTitle(const PlanOrder& order);
 std::string RenderPlan(const std::string& title,

@@ -331,6 +331,10 @@ std::string RenderModels(const std::vector<v1::Model>& models) {
                       "`weightsyncctl release ",
                       LastPart(model.name()), "`\n");
     }
+    if (model.removed()) {
+      absl::StrAppend(&out, LastPart(model.name()),
+                      " was removed: no engine has it until it is published\n");
+    }
     if (!model.blocked_reason().empty()) {
       absl::StrAppend(&out, LastPart(model.name()),
                       " cannot be published: ", model.blocked_reason(), "\n");
@@ -392,6 +396,34 @@ std::string RenderVersions(const std::vector<v1::Version>& versions,
   return absl::StrCat(table.ToString(), failures);
 }
 
+namespace {
+
+std::string GpuText(const v1::GpuUse& gpu) {
+  const std::string name = Dash(gpu.device_name());
+  const std::string restarts =
+      gpu.restart_count() == 0
+          ? ""
+          : absl::StrCat(", agent started again ", gpu.restart_count(), "x");
+  switch (gpu.state()) {
+    case v1::GpuUse::STATE_READY:
+      break;
+    case v1::GpuUse::STATE_STARTING:
+      return absl::StrCat(name, ", its agent starts", restarts);
+    default:
+      return absl::StrCat(name, ", FAILED: ", FailureText(gpu.failure()));
+  }
+  std::string text =
+      absl::StrCat(name, ", ", HumanBytes(gpu.free_bytes()), " free of ",
+                   HumanBytes(gpu.total_bytes()), "; ", gpu.slot_count(),
+                   " slots ", HumanBytes(gpu.slot_bytes()), ", tables ",
+                   HumanBytes(gpu.context_bytes()));
+  if (gpu.nccl_bytes() > 0)
+    absl::StrAppend(&text, ", NCCL ", HumanBytes(gpu.nccl_bytes()));
+  return absl::StrCat(text, restarts);
+}
+
+}  // namespace
+
 std::string RenderNode(const v1::Node& node, absl::Time now) {
   Fields fields;
   fields.Add("node", node.name());
@@ -417,6 +449,8 @@ std::string RenderNode(const v1::Node& node, absl::Time now) {
                    HumanBytes(node.memory().store_budget_bytes())));
   fields.Add("trainer arenas", HumanBytes(node.memory().trainer_arena_bytes()));
   fields.Add("daemon itself", HumanBytes(node.memory().resident_bytes()));
+  for (const v1::GpuUse& gpu : node.memory().gpus())
+    fields.Add(gpu.device_uuid(), GpuText(gpu));
   fields.Add("holds updates",
              Dash(absl::StrJoin(node.update_ids(), ", ",
                                 [](std::string* out, const std::string& id) {
@@ -436,6 +470,7 @@ std::string RenderModel(const v1::Model& model) {
   if (!model.held_version().empty()) {
     fields.Add("held at", model.held_version());
   }
+  if (model.removed()) fields.Add("removed", "until it is published again");
   fields.Add("floor", Number(model.floor_version()));
   fields.Add("replicas", absl::StrCat(model.replica_count(), " with ",
                                       model.worker_count(), " workers"));

@@ -59,7 +59,7 @@ using AdminRequest = absl::variant<
     v1::PauseReplicaRequest, v1::ResumeReplicaRequest, v1::RollbackModelRequest,
     v1::ReleaseModelRequest, v1::VerifyReplicaRequest, v1::DrainNodeRequest,
     v1::DeleteVersionRequest, v1::DeleteReplicaRequest, v1::AdoptClusterRequest,
-    v1::SaveVersionRequest, v1::LoadVersionRequest>;
+    v1::SaveVersionRequest, v1::LoadVersionRequest, v1::RemoveModelRequest>;
 using AdminResponse =
     absl::variant<v1::Replica, v1::Model, v1::VerifyReplicaResponse, v1::Node,
                   v1::DeleteVersionResponse, v1::DeleteReplicaResponse,

@@ -48,7 +48,7 @@ absl::StatusOr<v1::Model> Coordinator::GetModel(absl::string_view name) const {
 }
 absl::StatusOr<v1::Replica> Coordinator::GetReplica(
     absl::string_view name) const {
-  return Queries(*core_).GetReplica(name);
+  return Queries(*core_).GetReplica(name, /*tensors=*/true);
 }
 absl::StatusOr<v1::Version> Coordinator::GetVersion(absl::string_view name,
                                                     absl::string_view update_id,

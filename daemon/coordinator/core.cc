@@ -431,6 +431,15 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
     // one that the journal before an adopted one has ended and that this node
     // was not told of; what it knows to be committed it does not drop.
     if (now_ < adopting_until_) continue;
+    if (model.removed) {
+      for (const v1::HeldUpdate& held : node->hello.held_updates()) {
+        if (held.model() == model.name && node->Holds(held.update_id()) &&
+            model.FindUpdate(held.update_id()) == nullptr) {
+          DropHeld(node, model.name, held.update_id());
+        }
+      }
+      continue;
+    }
     const int64_t remembered =
         model.commits.empty() ? 0 : model.commits.front().version;
     for (const v1::HeldUpdate& held : node->hello.held_updates()) {

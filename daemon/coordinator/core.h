@@ -8,6 +8,7 @@
 //   core_install.cc  install an update from a holder: late join, repair,
 //                    rollback; fetching it to a node that lacks it
 //   core_admin.cc    what operators ask for: pause, rollback, drain, adopt, …
+//   core_remove.cc   RemoveModel: taking a model out of its engines
 //   core_verify.cc   VerifyReplica
 //   core_checkpoint.cc  checkpoints that nodes write: SaveVersion, updates by
 //                    way of disk
@@ -190,7 +191,8 @@ struct ReplicaRun {
   std::string name;
   std::string incarnation;
   ReplicaState machine;
-  // A late join, repair or rollback under way: this update is being installed.
+  // A late join, repair, rollback or removal (kRemoval) under way: this update
+  // is being installed.
   UpdateKey installing = 0;
   // It was tried for this one, in vain: not again.
   UpdateKey given_up = 0;
@@ -264,6 +266,8 @@ struct ModelRun {
   std::string held_update_id;
   // Replicas that an operator keeps paused, present or not.
   std::set<std::string> held_replicas;
+  // Taken out of its engines, and nothing was committed since.
+  bool removed = false;
   std::unique_ptr<FetchRun> fetch;
   // (node, update_id) that were told to keep it.
   std::set<std::pair<std::string, std::string>> pins;
@@ -462,6 +466,8 @@ class CoordinatorCore {
   void FenceMix(ReplicaRun* replica);
   void StartInstall(ReplicaRun* replica, const CommittedUpdate& update);
   void HoldForInstall(ReplicaRun* replica);
+  // What the replica shall have now: a key, kRemoval, or 0: nothing is wanted.
+  UpdateKey WantedBy(const ReplicaRun& replica);
   // Buckets of the update that the replica's workers need and the stores of
   // their nodes lack, by node; false: it does not fit the update's layout.
   bool Missing(const ReplicaRun& replica, const CommittedUpdate& update,
@@ -517,6 +523,9 @@ class CoordinatorCore {
   void Drain(AdminWait wait, const v1::DrainNodeRequest& call);
   void DeleteVersion(AdminWait wait, const v1::DeleteVersionRequest& call);
   void DeleteReplica(AdminWait wait, const v1::DeleteReplicaRequest& call);
+  // The node gives its bytes up.
+  void DropHeld(NodeRun* node, const std::string& model,
+                const std::string& update_id);
   void Adopt(AdminWait wait, const v1::AdoptClusterRequest& call);
   // What a node of an adopted cluster says is known from now on.
   void LearnFrom(const v1::HeldUpdate& held);
@@ -573,6 +582,13 @@ class CoordinatorCore {
                    const v1::RankSnapshotted& report);
   // True when it was answered.
   bool FinishLoad(AdminWait* wait);
+
+  // ---- core_remove.cc ----
+  void Remove(AdminWait wait, const v1::RemoveModelRequest& call);
+  void StartRemoval(ReplicaRun* replica);
+  void SendRemove(ReplicaRun* replica, const ReplicaAction& action);
+  // True when it was answered.
+  bool FinishRemove(ModelRun* model, const AdminWait& wait);
 
   // ---- core_verify.cc ----
   void Verify(AdminWait wait, const v1::VerifyReplicaRequest& call);

@@ -64,6 +64,7 @@ Actions CoordinatorCore::OnAdminRequest(absl::Time now, int64_t request,
     void operator()(const v1::DeleteReplicaRequest& c) {
       core->DeleteReplica(wait, c);
     }
+    void operator()(const v1::RemoveModelRequest& c) { core->Remove(wait, c); }
     void operator()(const v1::AdoptClusterRequest& c) { core->Adopt(wait, c); }
     void operator()(const v1::SaveVersionRequest& c) { core->Save(wait, c); }
     void operator()(const v1::LoadVersionRequest& c) { core->Load(wait, c); }
@@ -379,15 +380,9 @@ void CoordinatorCore::DeleteVersion(AdminWait wait,
   deleted->set_model(model->name);
   deleted->set_update_id(update_id);
   for (auto& entry : nodes_) {
-    NodeRun& node = entry.second;
-    if (!node.Holds(update_id)) continue;
-    v1::DropUpdate* drop = SendTo(node.name)->mutable_drop_update();
-    drop->set_model(model->name);
-    drop->set_update_id(update_id);
-    node.held.erase(std::remove(node.held.begin(), node.held.end(),
-                                std::make_pair(model->name, update_id)),
-                    node.held.end());
-    node.fetched.erase(update_id);
+    if (entry.second.Holds(update_id)) {
+      DropHeld(&entry.second, model->name, update_id);
+    }
   }
   model->commits.erase(
       std::remove_if(model->commits.begin(), model->commits.end(),
@@ -401,6 +396,14 @@ void CoordinatorCore::DeleteVersion(AdminWait wait,
                                     }),
                      model->ended.end());
   Answer(wait, v1::DeleteVersionResponse());
+}
+
+void CoordinatorCore::DropHeld(NodeRun* node, const std::string& model,
+                               const std::string& update_id) {
+  v1::DropUpdate* drop = SendTo(node->name)->mutable_drop_update();
+  drop->set_model(model);
+  drop->set_update_id(update_id);
+  ForgetHeld(node, model, update_id);
 }
 
 void CoordinatorCore::DeleteReplica(AdminWait wait,
@@ -528,6 +531,7 @@ void CoordinatorCore::LearnInstalled(const std::string& name,
   commit.update_id = installed.update_id();
   commit.version = installed.version();
   model->commits.push_back(commit);
+  model->removed = false;
   auto* committed = Write()->mutable_update_committed();
   committed->set_model(name);
   committed->set_update_id(commit.update_id);
@@ -550,7 +554,10 @@ void CoordinatorCore::CheckInstalled(const v1::RegisterWorker& worker) {
     return;
   }
   const ModelRun* model = Model(worker.model());
-  if (installed.version() <= model->Newest().version) return;
+  // Of a model that was removed nothing is known but how far it had come.
+  const int64_t newest =
+      model->removed ? model->book.floor() : model->Newest().version;
+  if (installed.version() <= newest) return;
   // A commit is journalled before anybody installs it: this is a journal of
   // some time ago, and what it would install is older.
   JournalLost(absl::StrCat("worker ", worker.worker_index(), " of ",
@@ -558,7 +565,7 @@ void CoordinatorCore::CheckInstalled(const v1::RegisterWorker& worker) {
                            " holds version ", installed.version(),
                            ", the newest that this journal knows to be "
                            "committed is ",
-                           model->Newest().version));
+                           newest));
   seen_clusters_.insert(cluster_id_);
 }
 
@@ -592,6 +599,9 @@ void CoordinatorCore::CheckWaits() {
       return checkpoints_.count(wait->job) == 0;
     }
     ModelRun* model = Model(wait->model);
+    if (absl::holds_alternative<v1::RemoveModelRequest>(wait->call)) {
+      return FinishRemove(model, *wait);
+    }
     if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) ||
         absl::holds_alternative<v1::ReleaseModelRequest>(wait->call)) {
       if (absl::holds_alternative<v1::RollbackModelRequest>(wait->call) &&

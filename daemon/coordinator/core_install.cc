@@ -166,8 +166,7 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
     }
   }
 
-  const CommittedUpdate* wanted = model->Wanted();
-  const UpdateKey key = wanted == nullptr ? 0 : KeyOf(wanted->update_id);
+  const UpdateKey key = WantedBy(*replica);
   const bool there = key == 0 || replica->machine.InstalledEverywhere(key);
   // While a node of its is away nobody knows what that has: it stays as it is,
   // and is settled when the node is back, or lost.
@@ -178,9 +177,12 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
   const bool replaced =
       replica->installing != 0 && (there || replica->installing != key);
   if (replaced) ForgetInstall(replica);
-  if (!there && replica->given_up != key && now_ >= replica->not_before &&
-      !Drained(*replica)) {
-    StartInstall(replica, *wanted);
+  if (!there && replica->given_up != key && now_ >= replica->not_before) {
+    if (key == kRemoval) {
+      StartRemoval(replica);
+    } else if (!Drained(*replica)) {
+      StartInstall(replica, *model->Wanted());
+    }
   }
   if (replaced) {
     if (replica->machine.HeldBy(before)) ReleaseInstall(replica, before);
@@ -198,6 +200,13 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
   if (!replica->machine.Servable() && !replica->machine.fenced) {
     FenceMix(replica);
   }
+}
+
+UpdateKey CoordinatorCore::WantedBy(const ReplicaRun& replica) {
+  ModelRun* model = Model(replica.model);
+  if (model->removed) return replica.machine.removable ? kRemoval : 0;
+  const CommittedUpdate* wanted = model->Wanted();
+  return wanted == nullptr ? 0 : KeyOf(wanted->update_id);
 }
 
 void CoordinatorCore::SettleAll(ModelRun* model) {
@@ -699,7 +708,7 @@ void CoordinatorCore::ForgetHeld(NodeRun* node, const std::string& name,
 void CoordinatorCore::Unpin(ModelRun* model) {
   std::set<std::pair<std::string, std::string>> needed;
   for (const auto& entry : model->replicas) {
-    if (entry.second.installing == 0) continue;
+    if (entry.second.installing <= 0) continue;
     const ReplicaEntry* replica =
         registry_.FindReplica(model->name, entry.first);
     if (replica == nullptr) continue;

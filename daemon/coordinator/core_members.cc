@@ -139,6 +139,7 @@ void CoordinatorCore::ReplicaJoined(NodeRun* node, int64_t correlation,
   event.kind = ReplicaEvent::kControlJoined;
   event.paused = registration.paused();
   event.swaps = registration.atomic_swap();
+  event.removable = registration.removable();
   run->machine.named = Named(*run);
   Step(run, event);
   // It was complete all along: its node alone was away.

@@ -51,6 +51,7 @@ void CoordinatorCore::Recover(const std::string& name,
   }
   model->held_update_id = journal.held.update_id();
   model->held_replicas = journal.held_replicas;
+  model->removed = journal.removed;
   v1::Version committed_record;
   if (!committed.update_id().empty()) {
     model->commits.push_back(commit_of(committed));
@@ -118,7 +119,8 @@ void CoordinatorCore::Recover(const std::string& name,
     aborted(opened, failure, false);
   }
   if (!newest.update_id().empty() && journal.newest_ended &&
-      !newest.learned() && newest.update_id() != committed.update_id()) {
+      !newest.learned() && newest.update_id() != committed.update_id() &&
+      !journal.newest_end.active()) {
     aborted(newest, journal.newest_end.failure(),
             journal.newest_end.superseded());
   }

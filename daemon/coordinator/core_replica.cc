@@ -151,9 +151,14 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
   event.kind = ReplicaEvent::kApplied;
   event.worker = worker;
   event.command = CommandNumber(report.command_id());
-  event.update = KeyOf(report.update_id());
+  // The answer to a RemoveWeights names no update.
+  event.update =
+      report.update_id().empty() ? kRemoval : KeyOf(report.update_id());
   event.fault = FromProto(report.failure());
-  const WorkerContent wanted{Content::kInstalled, event.update};
+  const WorkerContent wanted =
+      event.update == kRemoval
+          ? WorkerContent{Content::kNothing, 0}
+          : WorkerContent{Content::kInstalled, event.update};
   if (report.has_installed()) {
     event.content = ContentOf(report.installed());
     if (event.fault.ok() && !(event.content == wanted)) {
@@ -163,7 +168,8 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
   } else {
     event.content = event.fault.ok()
                         ? wanted
-                        : WorkerContent{Content::kWriting, event.update};
+                        : WorkerContent{Content::kWriting,
+                                        std::max<UpdateKey>(event.update, 0)};
   }
   if (!event.fault.ok()) {
     event.fault.message =
@@ -259,10 +265,14 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         resume->set_step(update.step);
         resume->set_mode(ToProto(action.pause));
         resume->set_weights_changed(action.weights_changed);
+        resume->set_removed(action.removed);
         break;
       }
       case ReplicaAction::kSendApply:
         SendApply(replica, action);
+        break;
+      case ReplicaAction::kSendRemove:
+        SendRemove(replica, action);
         break;
 
       case ReplicaAction::kComplete: {
@@ -310,6 +320,12 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         PostReplica(*replica, std::move(news));
         break;
       case ReplicaAction::kInstalledNow:
+        if (action.update == kRemoval) {
+          replica->last_failure.Clear();
+          if (replica->installing == kRemoval) DropInstall(replica);
+          Settle(replica);
+          break;
+        }
         *Times(replica, action.update)->mutable_applied_time() = ToProto(now_);
         ShowTimes(replica);
         replica->last_failure.Clear();
@@ -331,9 +347,11 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
         PostReplica(*replica, std::move(news));
         if (action.update != 0) replica->given_up = action.update;
         if (replica->installing != 0) {
-          *Times(replica, replica->installing)->mutable_failure() =
-              ToProto(action.fault);
-          ShowTimes(replica);
+          if (replica->installing != kRemoval) {
+            *Times(replica, replica->installing)->mutable_failure() =
+                ToProto(action.fault);
+            ShowTimes(replica);
+          }
           if (replica->machine.Servable()) {
             // Nothing was written: it goes on with what it had, behind.
             DropInstall(replica);

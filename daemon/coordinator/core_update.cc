@@ -629,6 +629,7 @@ void CoordinatorCore::Commit(ModelRun* model, UpdateRun* update) {
     }
   }
   model->commits.push_back(std::move(known));
+  model->removed = false;
   // From here on whoever comes with another cluster's id is the stranger.
   const auto connected = std::count_if(
       nodes_.begin(), nodes_.end(),

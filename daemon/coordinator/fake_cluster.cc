@@ -182,6 +182,7 @@ void FakeCluster::RegisterReplica(const std::string& name,
   r->set_paused(engine.paused &&
                 engine.last_pause.pause().mode() != v1::PAUSE_MODE_NONE);
   r->set_atomic_swap(engine.atomic_swap);
+  r->set_removable(engine.removable);
   for (const std::string& command : engine.refused_command_ids) {
     report.mutable_replica_joined()->add_refused_command_ids(command);
   }
@@ -219,6 +220,12 @@ void FakeCluster::AddStandard() {
   AddReplica("r1", {"n1"});
   AddReplica("r2", {"n2", "n2"});
   Run();
+}
+
+void FakeCluster::AddStandardAdapter() {
+  engines["r1"].removable = true;
+  engines["r2"].removable = true;
+  AddStandard();
 }
 
 // ---- What happens ----
@@ -567,12 +574,39 @@ void FakeCluster::Answer(const std::string& name,
       Report(name, report);
       return;
     }
+    case v1::NodeCommand::kRemoveWorker: {
+      const v1::RemoveWorker& remove = command.remove_worker();
+      FakeEngine& engine = engines[remove.replica()];
+      v1::InstalledState& installed = engine.workers[remove.worker_index()];
+      v1::WorkerAppliedReport* applied = report.mutable_worker_applied();
+      applied->set_model(kModel);
+      applied->set_replica(remove.replica());
+      applied->set_worker_index(remove.worker_index());
+      applied->set_incarnation(remove.incarnation());
+      applied->set_command_id(remove.remove().command_id());
+      if (!engine.paused) ++violations;
+      ++engine.removes;
+      if (engine.fail_remove) {
+        installed.set_state(v1::InstalledState::STATE_WRITING);
+        applied->mutable_failure()->set_code(2);
+        applied->mutable_failure()->set_reason("HOOK_FAILED");
+      } else {
+        installed.Clear();
+        installed.set_state(v1::InstalledState::STATE_NOTHING);
+      }
+      *applied->mutable_installed() = installed;
+      Report(name, report);
+      return;
+    }
     case v1::NodeCommand::kResumeReplica: {
       const v1::ResumeReplicaCommand& resume = command.resume_replica();
       FakeEngine& engine = engines[resume.replica()];
       for (const v1::InstalledState& worker : engine.workers) {
+        const bool nothing =
+            worker.state() == v1::InstalledState::STATE_NOTHING;
         if (worker.update_id() != engine.workers[0].update_id() ||
-            worker.state() == v1::InstalledState::STATE_WRITING) {
+            worker.state() == v1::InstalledState::STATE_WRITING ||
+            nothing != resume.resume().removed()) {
           ++violations;
         }
       }

@@ -38,6 +38,10 @@ struct FakeEngine {
   int resumes = 0;
   int applies = 0;
   bool atomic_swap = false;
+  bool removable = false;
+  // How often its workers were told to drop the model; and they cannot.
+  int removes = 0;
+  bool fail_remove = false;
   bool isolation_hold = false;
   std::vector<std::string> refused_command_ids;
   v1::PauseReplicaCommand last_pause;
@@ -59,6 +63,8 @@ class FakeCluster {
                   const std::vector<std::string>& worker_nodes);
   // Two ranks on n0, replicas r1 (n1) and r2 (two workers on n2).
   void AddStandard();
+  // The same, of a model that both can go on without.
+  void AddStandardAdapter();
 
   // ---- What happens ----
   // Publishes on one rank; the number of its call.

@@ -92,6 +92,7 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
         }
       }
       model.committed = committed;
+      model.removed = false;
       model.committed_ended = committed.learned();
       model.committed_lost = false;
       return;
@@ -176,6 +177,18 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       return;
     }
 
+    case JournalRecord::kModelRemoved: {
+      // What a replica was paused for by hand stays; the numbers, too.
+      JournalModel& model = state->models[record.model_removed().model()];
+      model.committed.Clear();
+      model.committed_ended = false;
+      model.committed_lost = false;
+      model.older.clear();
+      model.held.Clear();
+      model.removed = true;
+      return;
+    }
+
     case JournalRecord::kAdopted:
       state->former_clusters.insert(state->cluster_id);
       state->cluster_id = record.adopted().cluster_id();
@@ -244,6 +257,9 @@ std::vector<JournalRecord> RecordsOf(const JournalState& state) {
   }
   for (const auto& entry : state.models) {
     const JournalModel& model = entry.second;
+    if (model.removed) {
+      add().mutable_model_removed()->set_model(entry.first);
+    }
     for (const auto& older : model.older) {
       *add().mutable_update_committed() = older;
     }

@@ -40,6 +40,8 @@ struct JournalModel {
   internal::v1::HoldPlaced held;
   // Replicas that an operator keeps paused.
   std::set<std::string> held_replicas;
+  // It was taken out of its engines, and nothing was committed since.
+  bool removed = false;
 };
 
 inline constexpr size_t kOlderCommits = 8;

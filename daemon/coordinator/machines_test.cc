@@ -191,6 +191,101 @@ TEST_F(ReplicaMachineTest, AResumeThatAPauseOvertakesIsWaitedForByNobody) {
   EXPECT_THAT(Step(asleep), ElementsAre(R::kStillHeld, R::kSendPause));
 }
 
+// ---- Removals ----
+
+TEST_F(ReplicaMachineTest, ARemovalIsAnInstallOfNothing) {
+  state_.removable = true;
+  for (ReplicaWorker& worker : state_.workers) {
+    worker.content = WorkerContent{Content::kInstalled, 5};
+  }
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder = Holder{Holder::kInstall, kRemoval};
+  EXPECT_THAT(Step(hold), ElementsAre(R::kSendPause));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  ReplicaEvent install = Event(ReplicaEvent::kInstall);
+  install.update = kRemoval;
+  EXPECT_THAT(Step(install), ElementsAre(R::kSendRemove, R::kSendRemove));
+  const int64_t first = last_[0].command;
+  ReplicaEvent dropped = Applied(0, first);
+  dropped.update = kRemoval;
+  dropped.content = WorkerContent{Content::kNothing, 0};
+  EXPECT_THAT(Step(dropped), IsEmpty());
+  // Half of it is a mix: whoever lets go, it stays paused.
+  EXPECT_FALSE(state_.Servable());
+  ReplicaEvent other = dropped;
+  other.worker = 1;
+  other.command = first + 1;
+  EXPECT_THAT(Step(other), ElementsAre(R::kInstalledNow));
+  EXPECT_EQ(last_[0].update, kRemoval);
+  hold.kind = ReplicaEvent::kRelease;
+  EXPECT_THAT(Step(hold), ElementsAre(R::kSendResume));
+  EXPECT_TRUE(last_[0].removed);
+  EXPECT_TRUE(last_[0].weights_changed);
+  EXPECT_EQ(last_[0].update, 0);
+}
+
+// What says it has dropped the model and has not must not be believed, and one
+// that never answers may be half way.
+TEST_F(ReplicaMachineTest, AWorkerThatDoesNotDropTheModelIsAskedThenFenced) {
+  state_.removable = true;
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder = Holder{Holder::kInstall, kRemoval};
+  Step(hold);
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  ReplicaEvent install = Event(ReplicaEvent::kInstall);
+  install.update = kRemoval;
+  Step(install);
+  ReplicaEvent failed = Failed(Applied(0, last_[0].command));
+  failed.update = kRemoval;
+  failed.content = WorkerContent{Content::kWriting, 0};
+  EXPECT_THAT(Step(failed), ElementsAre(R::kApplyFailed, R::kSendRemove));
+  now_ += timeouts_.apply;
+  EXPECT_THAT(Step(ReplicaEvent()),
+              ElementsAre(R::kApplyFailed, R::kApplyFailed, R::kSendRemove,
+                          R::kSendRemove));
+  now_ += timeouts_.apply;
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kFenced, R::kApplyFailed));
+  EXPECT_FALSE(state_.Servable());
+  // An update mends it.
+  EXPECT_THAT(Step(Event(ReplicaEvent::kInstall)),
+              ElementsAre(R::kSendApply, R::kSendApply));
+}
+
+// The engine of a base model is never without it.
+TEST_F(ReplicaMachineTest, NothingIsServableOnlyWhereItWasSaidToBe) {
+  for (ReplicaWorker& worker : state_.workers) {
+    worker.content = WorkerContent{Content::kNothing, 0};
+  }
+  EXPECT_FALSE(state_.Servable());
+  state_.removable = true;
+  EXPECT_TRUE(state_.Servable());
+  state_.workers[1].content = WorkerContent{Content::kInstalled, 5};
+  EXPECT_FALSE(state_.Servable());
+}
+
+// The answer to a removal that a publish has overtaken says nothing about that.
+TEST_F(ReplicaMachineTest, ALateAnswerToARemovalIsNotTakenForAnUpdates) {
+  state_.removable = true;
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder = Holder{Holder::kInstall, kRemoval};
+  Step(hold);
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  ReplicaEvent install = Event(ReplicaEvent::kInstall);
+  install.update = kRemoval;
+  Step(install);
+  ReplicaEvent late = Applied(0, last_[0].command);
+  late.update = kRemoval;
+  late.content = WorkerContent{Content::kNothing, 0};
+  EXPECT_THAT(Step(Event(ReplicaEvent::kInstall)),
+              ElementsAre(R::kSendApply, R::kSendApply));
+  const int64_t apply = last_[0].command;
+  EXPECT_EQ(state_.workers[0].content.kind, Content::kWriting);
+  EXPECT_THAT(Step(late), IsEmpty());
+  EXPECT_EQ(state_.workers[0].command, apply);
+  Step(Applied(0, apply));
+  EXPECT_THAT(Step(Applied(1, apply + 1)), ElementsAre(R::kInstalledNow));
+}
+
 // Its hook ran while the coordinator that had asked it died, or its node's
 // stream broke: the node could not say yet that it stands still.
 TEST_F(ReplicaMachineTest, AnEngineThatStandsStillUnaskedIsResumed) {

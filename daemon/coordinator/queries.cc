@@ -181,6 +181,7 @@ v1::Model Queries::ShowModel(const ModelRun& model) const {
   v1::Model out;
   out.set_name(model.name);
   out.set_floor_version(model.book.floor());
+  out.set_removed(model.removed);
   if (!model.commits.empty()) {
     out.set_active_version(
         absl::StrCat(model.name, "/versions/", model.Newest().version));
@@ -318,7 +319,9 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
         break;
       case Holder::kInstall:
         out.add_pause_holders(
-            absl::StrCat("install/", core_.IdOf(holder.update)));
+            holder.update == kRemoval
+                ? "remove"
+                : absl::StrCat("install/", core_.IdOf(holder.update)));
         break;
       case Holder::kOperator:
         out.add_pause_holders("operator");
@@ -332,6 +335,9 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
     const UpdateKey newest = core_.FindKey(model.Newest().update_id);
     out.set_behind(run.machine.Complete() &&
                    !run.machine.InstalledEverywhere(newest));
+  } else if (model.removed) {
+    out.set_behind(run.machine.Complete() &&
+                   !run.machine.InstalledEverywhere(kRemoval));
   }
   for (const v1::ReplicaTimes& times : run.history) {
     *out.add_history() = times;
@@ -341,7 +347,8 @@ v1::Replica Queries::ShowReplica(const ModelRun& model,
   return out;
 }
 
-absl::StatusOr<v1::Replica> Queries::GetReplica(absl::string_view name) const {
+absl::StatusOr<v1::Replica> Queries::GetReplica(absl::string_view name,
+                                                bool tensors) const {
   const std::vector<std::string> parts = absl::StrSplit(name, '/');
   if (parts.size() != 4 || parts[0] != "models" || parts[2] != "replicas" ||
       !IsShortName(parts[1], true) || !IsShortName(parts[3], false)) {
@@ -351,7 +358,18 @@ absl::StatusOr<v1::Replica> Queries::GetReplica(absl::string_view name) const {
   if (!model.ok()) return model.status();
   auto it = (*model)->replicas.find(parts[3]);
   if (it == (*model)->replicas.end()) return Unknown("REPLICA_UNKNOWN", name);
-  return ShowReplica(**model, it->second);
+  v1::Replica out = ShowReplica(**model, it->second);
+  const ReplicaEntry* entry =
+      core_.registry_.FindReplica((*model)->name, parts[3]);
+  for (v1::Worker& worker : *out.mutable_workers()) {
+    if (!tensors || entry == nullptr ||
+        worker.index() >= static_cast<int>(entry->workers.size())) {
+      break;
+    }
+    *worker.mutable_tensors() =
+        entry->workers[worker.index()].registration.tensors();
+  }
+  return out;
 }
 
 absl::StatusOr<v1::ListReplicasResponse> Queries::ListReplicas(

@@ -21,7 +21,9 @@ class Queries {
   void FillCluster(v1::Cluster* cluster) const;
   absl::StatusOr<v1::Node> GetNode(absl::string_view name) const;
   absl::StatusOr<v1::Model> GetModel(absl::string_view name) const;
-  absl::StatusOr<v1::Replica> GetReplica(absl::string_view name) const;
+  // `tensors`: with what its workers take, which may be thousands.
+  absl::StatusOr<v1::Replica> GetReplica(absl::string_view name,
+                                         bool tensors = false) const;
   absl::StatusOr<v1::Version> GetVersion(absl::string_view name,
                                          absl::string_view update_id,
                                          absl::Time now) const;

@@ -8,6 +8,20 @@
 namespace weightsync {
 namespace daemon {
 
+namespace {
+
+WorkerContent ContentFor(UpdateKey target) {
+  return target == kRemoval ? WorkerContent{Content::kNothing, 0}
+                            : WorkerContent{Content::kInstalled, target};
+}
+
+// On the way there, and perhaps half way.
+WorkerContent MixFor(UpdateKey target) {
+  return WorkerContent{Content::kWriting, target == kRemoval ? 0 : target};
+}
+
+}  // namespace
+
 bool ReplicaState::Complete() const {
   if (!control || workers.empty()) return false;
   for (const ReplicaWorker& worker : workers) {
@@ -21,12 +35,14 @@ bool ReplicaState::Servable() const {
     if (!worker.present || !(worker.content == workers[0].content))
       return false;
   }
-  return !workers.empty() && (workers[0].content.kind == Content::kOwn ||
-                              workers[0].content.kind == Content::kInstalled);
+  if (workers.empty()) return false;
+  const Content kind = workers[0].content.kind;
+  return kind == Content::kOwn || kind == Content::kInstalled ||
+         (removable && kind == Content::kNothing);
 }
 
 bool ReplicaState::InstalledEverywhere(UpdateKey update) const {
-  const WorkerContent wanted{Content::kInstalled, update};
+  const WorkerContent wanted = ContentFor(update);
   for (const ReplicaWorker& worker : workers) {
     if (!worker.present || !(worker.content == wanted)) return false;
   }
@@ -118,6 +134,7 @@ class Stepper {
         s_.fenced = false;
         s_.pause = PauseKind::kDrain;
         s_.swaps = event.swaps;
+        s_.removable = event.removable;
         s_.flipped = false;
         // An engine that says it runs is believed. One that says it stands
         // still may be in the middle of a hook, or have failed in one: before
@@ -296,7 +313,7 @@ class Stepper {
       }
       return;
     }
-    const WorkerContent wanted{Content::kInstalled, s_.target};
+    const WorkerContent wanted = ContentFor(s_.target);
     if (worker.content == wanted) return;  // said before
     const bool current =
         worker.command != 0 &&
@@ -333,7 +350,7 @@ class Stepper {
   void DoubtInFlight() {
     for (ReplicaWorker& worker : s_.workers) {
       if (worker.command == 0) continue;
-      SetContent(&worker, WorkerContent{Content::kWriting, s_.target});
+      SetContent(&worker, MixFor(s_.target));
     }
   }
 
@@ -398,11 +415,13 @@ class Stepper {
       worker.command = 0;
       // It may have begun to write since it last said what it holds.
       if (s_.target == 0) continue;
-      SetContent(&worker, WorkerContent{Content::kWriting, s_.target});
+      SetContent(&worker, MixFor(s_.target));
       ApplyFailed(static_cast<int>(i),
                   Fault(absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
-                        absl::StrCat("worker ", i, " of ", s_.name,
-                                     " did not install the update within ",
+                        absl::StrCat("worker ", i, " of ", s_.name, " did not ",
+                                     s_.target == kRemoval
+                                         ? "drop the model within "
+                                         : "install the update within ",
                                      absl::FormatDuration(timeouts_.apply))));
     }
   }
@@ -467,19 +486,22 @@ class Stepper {
     action.pause = s_.pause;
     const WorkerContent& content = s_.workers[0].content;
     action.update = content.update;
+    action.removed = content.kind == Content::kNothing;
     action.weights_changed = s_.served_known
                                  ? !(s_.served == content)
-                                 : content.kind == Content::kInstalled;
+                                 : content.kind != Content::kOwn;
   }
 
   void SendApplies() {
-    const WorkerContent wanted{Content::kInstalled, s_.target};
+    const WorkerContent wanted = ContentFor(s_.target);
     for (size_t i = 0; i < s_.workers.size(); ++i) {
       ReplicaWorker& worker = s_.workers[i];
       if (worker.command != 0 || worker.content == wanted) continue;
       ++worker.attempts;
       worker.deadline = now_ + timeouts_.apply;
-      ReplicaAction& action = Command(ReplicaAction::kSendApply);
+      ReplicaAction& action = Command(s_.target == kRemoval
+                                          ? ReplicaAction::kSendRemove
+                                          : ReplicaAction::kSendApply);
       worker.command = action.command;
       action.worker = static_cast<int>(i);
       action.update = s_.target;

@@ -61,6 +61,13 @@
 //                                         installed or it registers anew
 // Answers to older commands and to nothing are ignored, but for a late success
 // of the same install.
+//
+// A model that is taken out of its engines (an adapter) is the install of
+// nothing: the target is kRemoval, workers are sent Remove instead of Apply, and
+// what they are to hold is NOTHING. An engine that said that it can go on
+// without the model (`removable`) is servable when all of its workers hold
+// nothing, and is resumed with `removed`; half of a removal is a mix like any
+// other.
 
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
@@ -77,6 +84,9 @@ namespace daemon {
 
 // Stands for an update_id; 0 is none.
 using UpdateKey = int64_t;
+
+// The target of a removal: workers are to hold nothing.
+inline constexpr UpdateKey kRemoval = -1;
 
 // What lies in a worker's live memory.
 enum class Content : uint8_t {
@@ -162,6 +172,8 @@ struct ReplicaState {
   // generates with what its workers hold now.
   bool swaps = false;
   bool flipped = false;
+  // It can generate without the model.
+  bool removable = false;
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;
@@ -173,7 +185,7 @@ struct ReplicaState {
   int64_t next_command = 1;
 
   std::vector<Holder> holders;
-  // What shall be installed; 0: what is there may stay.
+  // What shall be installed, or kRemoval; 0: what is there may stay.
   UpdateKey target = 0;
   // What it served when it last ran, and whether that is known.
   WorkerContent served;
@@ -186,6 +198,7 @@ struct ReplicaState {
   bool Complete() const;
   // All workers hold one and the same thing that an engine can run with.
   bool Servable() const;
+  // `update` may be kRemoval.
   bool InstalledEverywhere(UpdateKey update) const;
   bool HeldBy(const Holder& holder) const;
   // Paused as its holders want it: nobody of theirs finds it generating.
@@ -202,7 +215,8 @@ struct ReplicaState {
 
 struct ReplicaEvent {
   enum Kind : uint8_t {
-    // The stream is there (again). `paused`, `swaps`: the engine's own word.
+    // The stream is there (again). `paused`, `swaps`, `removable`: the engine's
+    // own word.
     kControlJoined,
     kControlLeft,
     // `content`: the worker's own word.
@@ -230,6 +244,7 @@ struct ReplicaEvent {
   Kind kind = kTick;
   bool paused = false;
   bool swaps = false;
+  bool removable = false;
   int worker = 0;
   // 0 in kApplied: the answer does not say; taken for the one in flight.
   int64_t command = 0;
@@ -247,7 +262,8 @@ struct ReplicaAction {
     // Commands, with `command`.
     kSendPause,   // `update`: whose; `pause`; `again`: it stands paused
     kSendApply,   // `worker`, `update`
-    kSendResume,  // `update`: what is installed (0: its own),
+    kSendRemove,  // `worker`
+    kSendResume,  // `update`: what is installed (0: its own, or `removed`),
                   // `weights_changed`,
                   // `pause`: how it was asked to pause
     // News.
@@ -255,7 +271,7 @@ struct ReplicaAction {
     kLeft,       // somebody is missing: `fault`
     kPausedNow,  // also in answer to kHold when it was paused already
     kPauseFailed,
-    kInstalledNow,  // the target, on all workers
+    kInstalledNow,  // the target, on all workers; `update`: it, or kRemoval
     kApplyFailed,   // once; it is tried again
     kFenced,
     kResumedNow,
@@ -269,6 +285,7 @@ struct ReplicaAction {
   int64_t command = 0;
   UpdateKey update = 0;
   bool weights_changed = false;
+  bool removed = false;
   bool again = false;
   PauseKind pause = PauseKind::kDrain;
   Fault fault;

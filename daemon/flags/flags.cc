@@ -58,9 +58,18 @@ DEFINE_string(
     "What the bytes between nodes go over: tcp, or nccl (from GPU to GPU, by a "
     "child process that has the GPU; the store stays in host memory). The same "
     "on all nodes.");
-DEFINE_string(device_uuid, "",
-              "With --group=nccl: the GPU, as nvidia-smi -L names it. Empty: "
-              "the only one.");
+DEFINE_string(
+    memory, "host",
+    "Where trainers may have their tensors: host, or cuda (in host memory and "
+    "on GPUs of this node, read by CUDA IPC by a child process for each GPU).");
+DEFINE_string(
+    device_uuid, "",
+    "With --memory=cuda or --group=nccl: GPUs, comma-separated, as nvidia-smi "
+    "-L names them. NCCL uses the first. Empty: all that this process sees; "
+    "NCCL then wants that to be one.");
+DEFINE_int32(gpu_slots, 3,
+             "With --memory=cuda: how many staging slots of --bucket_bytes are "
+             "taken on each GPU that trainers use; 1 to 64.");
 DEFINE_int32(nccl_max_ctas, 4,
              "With --group=nccl: how many of the GPU's SMs an operation may "
              "take from those who compute; 1 to 32.");
@@ -173,6 +182,10 @@ DEFINE_duration(
     "Deadline of calls that only look, for callers that give none.");
 DEFINE_duration(wait_timeout, "10m", "How long WaitVersion waits at most.");
 DEFINE_duration(
+    device_timeout, "30s",
+    "With --memory=cuda: a child process that has not done what it was asked "
+    "for on its GPU for this long is killed and started again.");
+DEFINE_duration(
     shutdown_timeout, "3s",
     "At SIGTERM: how long clients have to read how their streams ended.");
 
@@ -204,7 +217,7 @@ constexpr char kUsage[] =
 
 // gflags keeps the last of a repeated flag: joins the values of these with
 // commas instead.
-constexpr absl::string_view kRepeated[] = {"listen", "labels"};
+constexpr absl::string_view kRepeated[] = {"listen", "labels", "device_uuid"};
 
 std::vector<std::string> JoinRepeated(const std::vector<std::string>& args) {
   std::vector<std::string> out;
@@ -293,6 +306,7 @@ absl::Status ReadDeadlines(Deadlines* out) {
       {"registration_timeout", &FLAGS_registration_timeout, &out->registration},
       {"call_timeout", &FLAGS_call_timeout, &out->call},
       {"wait_timeout", &FLAGS_wait_timeout, &out->wait},
+      {"device_timeout", &FLAGS_device_timeout, &out->device},
       {"shutdown_timeout", &FLAGS_shutdown_timeout, &out->shutdown},
   };
   for (const Entry& entry : entries) {
@@ -390,7 +404,18 @@ absl::StatusOr<Options> OptionsFromFlags() {
   if (FLAGS_group != "tcp" && FLAGS_group != "nccl")
     return FlagError("group", FLAGS_group, "give tcp or nccl");
   options.nccl = FLAGS_group == "nccl";
-  options.device_uuid = FLAGS_device_uuid;
+  if (FLAGS_memory != "host" && FLAGS_memory != "cuda")
+    return FlagError("memory", FLAGS_memory, "give host or cuda");
+  options.cuda_memory = FLAGS_memory == "cuda";
+  for (absl::string_view uuid :
+       absl::StrSplit(FLAGS_device_uuid, ',', absl::SkipWhitespace())) {
+    options.device_uuids.emplace_back(absl::StripAsciiWhitespace(uuid));
+  }
+  if (FLAGS_gpu_slots < 1 || FLAGS_gpu_slots > 64) {
+    return FlagError("gpu_slots", absl::StrCat(FLAGS_gpu_slots),
+                     "give 1 to 64");
+  }
+  options.gpu_slots = FLAGS_gpu_slots;
   if (FLAGS_nccl_max_ctas < 1 || FLAGS_nccl_max_ctas > 32) {
     return FlagError("nccl_max_ctas", absl::StrCat(FLAGS_nccl_max_ctas),
                      "give 1 to 32");

@@ -70,8 +70,9 @@ TEST_F(FlagsTest, LabelsAndPortRange) {
 
 TEST_F(FlagsTest, WrongValuesNameTheirFlag) {
   for (const char* flag :
-       {"--group=ucx", "--nccl_max_ctas=0", "--nccl_max_ctas=33",
-        "--pause_timeout=0s", "--pause_timeout=soon", "--data_port_range=9-8",
+       {"--group=ucx", "--memory=vram", "--gpu_slots=0", "--gpu_slots=65",
+        "--nccl_max_ctas=0", "--nccl_max_ctas=33", "--pause_timeout=0s",
+        "--pause_timeout=soon", "--data_port_range=9-8",
         "--data_port_range=65530-65536", "--data_port_range=0-5",
         "--data_port_range=7000", "--labels=zone", "--keep_updates=0",
         "--store_budget_bytes=-1", "--apply_attempts=0",

@@ -419,6 +419,14 @@ grpc::ServerUnaryReactor* AdminServiceImpl::DeleteReplica(
                                   v1::DeleteReplicaResponse));
 }
 
+grpc::ServerUnaryReactor* AdminServiceImpl::RemoveModel(
+    grpc::CallbackServerContext* context, const v1::RemoveModelRequest* request,
+    v1::Model* response) {
+  return Change(
+      context, request, response, Wish(*request, deadlines_.operation),
+      WEIGHTSYNC_METHOD(RemoveModel, v1::RemoveModelRequest, v1::Model));
+}
+
 grpc::ServerUnaryReactor* AdminServiceImpl::AdoptCluster(
     grpc::CallbackServerContext* context,
     const v1::AdoptClusterRequest* request, v1::Cluster* response) {

@@ -110,6 +110,9 @@ class AdminServiceImpl final : public v1::AdminService::CallbackService {
       grpc::CallbackServerContext* context,
       const v1::DeleteReplicaRequest* request,
       v1::DeleteReplicaResponse* response) override;
+  grpc::ServerUnaryReactor* RemoveModel(grpc::CallbackServerContext* context,
+                                        const v1::RemoveModelRequest* request,
+                                        v1::Model* response) override;
   grpc::ServerUnaryReactor* AdoptCluster(grpc::CallbackServerContext* context,
                                          const v1::AdoptClusterRequest* request,
                                          v1::Cluster* response) override;

@@ -10,6 +10,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "daemon/service/answer.h"
+#include "daemon/service/device_memory.h"
 #include "glog/logging.h"
 #include "proto/status.h"
 
@@ -103,10 +104,10 @@ Agent::Agent(const Options& options, Parts parts)
              &layouts_, &store_, parts_.memory, parts_.groups),
       link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
       room_(&store_, &loop_, &reserving_, kStoreLinger),
-      context_{&options_,      &loop_,       &data_,        &reserving_,
-               &copies_,       &link_,       &layouts_,     &store_,
-               &room_,         &mover_,      parts_.memory, parts_.processes,
-               parts_.journal, &newest_term_},
+      context_{&options_,        &loop_,         &data_,        &reserving_,
+               &copies_,         &link_,         &layouts_,     &store_,
+               &room_,           &mover_,        parts_.memory, parts_.devices,
+               parts_.processes, parts_.journal, &newest_term_},
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
@@ -179,6 +180,10 @@ v1::MemoryUse Agent::MemoryUse() {
   store_.FillMemoryUse(&use);
   use.set_trainer_arena_bytes(trainers_.arena_bytes());
   use.set_resident_bytes(ResidentBytes());
+  if (parts_.device_agents != nullptr) {
+    for (const auto& report : parts_.device_agents->Reports())
+      *use.add_gpus() = ToProto(report);
+  }
   return use;
 }
 
@@ -320,6 +325,9 @@ void Agent::OnCommand(v1::NodeCommand command) {
       return;
     case v1::NodeCommand::kApplyWorker:
       replicas_.Apply(command.apply_worker());
+      return;
+    case v1::NodeCommand::kRemoveWorker:
+      replicas_.Remove(command.remove_worker());
       return;
     case v1::NodeCommand::kResumeReplica:
       replicas_.Resume(command.resume_replica());

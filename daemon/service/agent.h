@@ -29,6 +29,8 @@
 #include "daemon/service/store_room.h"
 #include "daemon/service/task_threads.h"
 #include "daemon/service/trainer_sessions.h"
+#include "transport/cuda/agent/agent_memory.h"
+#include "transport/cuda/agent/device_agents.h"
 #include "transport/group.h"
 #include "transport/memory.h"
 
@@ -40,6 +42,10 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // What the agent works with; all outlive it.
   struct Parts {
     transport::Memory* memory = nullptr;
+    // The same as `memory` where trainers may use GPUs, null otherwise.
+    transport::cuda::AgentMemory* devices = nullptr;
+    // Null without GPUs.
+    const transport::cuda::DeviceAgents* device_agents = nullptr;
     transport::GroupFactory* groups = nullptr;
     ProcessWatcher* processes = nullptr;
     NodeJournal* journal = nullptr;

@@ -1,6 +1,9 @@
 // Everything a client can get wrong: a clear code and reason, nothing else
 // disturbed. Each test ends with a whole update on the same cluster.
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -277,7 +280,7 @@ TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
                       ->set_handle("x");
                 },
                 absl::StatusCode::kUnimplemented),
-            "MEMORY_KIND_UNIMPLEMENTED");
+            "MEMORY_KIND_DISABLED");
   EXPECT_EQ(Shard(
                 [](auto* r) {
                   r->mutable_regions(0)
@@ -297,6 +300,28 @@ TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
             "/../etc/passwd");
       }),
       "MEMORY_NAME_INVALID");
+  // Files that this process, the trainer's, has open.
+  const auto file = [](int fd, int inode_shift) {
+    return [fd, inode_shift](v1::RegisterShardsRequest* r) {
+      struct stat found = {};
+      fstat(fd, &found);
+      v1::OpenFileMemory* file =
+          r->mutable_regions(0)->mutable_memory()->mutable_open_file();
+      file->set_fd(fd);
+      file->set_device(found.st_dev);
+      file->set_inode(found.st_ino + inode_shift);
+    };
+  };
+  const int memfd = memfd_create("weights", MFD_CLOEXEC);
+  EXPECT_EQ(Shard(file(memfd, 0)), "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shard(file(memfd, 1), absl::StatusCode::kNotFound),
+            "MEMORY_UNKNOWN");
+  const int disk = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+  EXPECT_EQ(Shard(file(disk, 0)), "NOT_MEMORY");
+  close(disk);
+  close(memfd);
+  EXPECT_EQ(Shard(file(memfd, 0), absl::StatusCode::kNotFound),
+            "MEMORY_UNKNOWN");
   EXPECT_EQ(Shard([](auto* r) { r->mutable_regions(0)->clear_memory(); }),
             "MEMORY_KIND_MISSING");
   for (int64_t bytes : {int64_t{0}, int64_t{-1}}) {

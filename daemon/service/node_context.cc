@@ -8,7 +8,6 @@
 #include "daemon/service/proto_time.h"
 #include "glog/logging.h"
 #include "proto/status.h"
-#include "transport/host/arena.h"
 
 namespace weightsync {
 namespace daemon {
@@ -78,9 +77,8 @@ absl::StatusOr<v1::ArenaOffer> ArenaOffers::Make(
   tickets_[arena_id] = *ticket;
   v1::ArenaOffer offer;
   offer.set_arena_id(arena_id);
-  if (const auto* arena = dynamic_cast<const transport::Arena*>(&segment)) {
-    offer.set_data_offset_bytes(arena->data_offset_bytes());
-  }
+  int64_t data_offset = 0;
+  if (segment.file(&data_offset) >= 0) offer.set_data_offset_bytes(data_offset);
   offer.set_size_bytes(offer.data_offset_bytes() + segment.bytes());
   offer.set_descriptor_socket(ticket->address);
   offer.set_token(ticket->token);

@@ -16,6 +16,7 @@
 #include "daemon/service/process_watcher.h"
 #include "daemon/service/store_room.h"
 #include "daemon/service/task_threads.h"
+#include "transport/cuda/agent/agent_memory.h"
 #include "transport/memory.h"
 
 namespace weightsync {
@@ -38,6 +39,8 @@ struct NodeContext {
   StoreRoom* room = nullptr;
   Mover* mover = nullptr;
   transport::Memory* memory = nullptr;
+  // Null where trainers may not use GPUs.
+  transport::cuda::AgentMemory* devices = nullptr;
   ProcessWatcher* processes = nullptr;
   // On the loop.
   NodeJournal* journal = nullptr;

@@ -22,6 +22,14 @@ absl::Status NotHere(absl::string_view reason, const std::string& who) {
       absl::StrCat(who, " is not connected to its node any more"));
 }
 
+absl::Status Running(const std::string& model, const std::string& replica) {
+  return ErrorStatus(
+      absl::StatusCode::kFailedPrecondition, "REPLICA_RUNNING",
+      absl::StrCat(ReplicaName(model, replica),
+                   " is not paused: it has resumed by itself, or was never "
+                   "asked; pause it first"));
+}
+
 absl::Status Taken(absl::string_view reason, const std::string& who) {
   return ErrorStatus(
       absl::StatusCode::kAlreadyExists, reason,
@@ -462,8 +470,10 @@ v1::InstalledState ReplicaSessions::BelievedContent(
     return writing;
   }
   const bool writes_nothing =
-      said.state() == v1::InstalledState::STATE_INSTALLED &&
-      said.update_id() == worker.command.update_id();
+      worker.command.update_id().empty()
+          ? said.state() == v1::InstalledState::STATE_NOTHING
+          : said.state() == v1::InstalledState::STATE_INSTALLED &&
+                said.update_id() == worker.command.update_id();
   if (worker.command_id.empty() || writes_nothing) return said;
   writing.set_update_id(worker.command.update_id());
   writing.set_version(worker.command.version());
@@ -632,14 +642,8 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
   // Whatever it was told before, an engine that generates is not written to.
   if (control != nullptr && !control->registration.paused() &&
       !control->registration.atomic_swap()) {
-    ReportApplyFailure(
-        command,
-        ErrorStatus(
-            absl::StatusCode::kFailedPrecondition, "REPLICA_RUNNING",
-            absl::StrCat(ReplicaName(command.model(), command.replica()),
-                         " is not paused: it has resumed by itself, or "
-                         "was never asked; pause it first")),
-        &installed);
+    ReportApplyFailure(command, Running(command.model(), command.replica()),
+                       &installed);
     return;
   }
   // From here on it may begin to write at any moment.
@@ -666,6 +670,39 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
     node_.loop->Post(
         [this, id, command, located] { Send(id, command, located); });
   });
+}
+
+void ReplicaSessions::Remove(const v1::RemoveWorker& command) {
+  // As an apply of nothing.
+  v1::ApplyWorker apply;
+  apply.set_model(command.model());
+  apply.set_replica(command.replica());
+  apply.set_worker_index(command.worker_index());
+  apply.set_incarnation(command.incarnation());
+  apply.set_command_id(command.remove().command_id());
+  *apply.mutable_timeout() = command.remove().timeout();
+  Worker* worker = FindWorker(command.model(), command.replica(),
+                              command.worker_index(), command.incarnation());
+  if (worker == nullptr || !worker->accepted) {
+    ReportApplyFailure(
+        apply,
+        NotHere("WORKER_LOST",
+                absl::StrCat("worker ", command.worker_index(), " of ",
+                             ReplicaName(command.model(), command.replica()))),
+        nullptr);
+    return;
+  }
+  Control* control =
+      FindControl(command.model(), command.replica(), command.incarnation());
+  if (control != nullptr && !control->registration.paused()) {
+    ReportApplyFailure(apply, Running(command.model(), command.replica()),
+                       &worker->registration.installed());
+    return;
+  }
+  StartApply(worker, apply);
+  v1::WorkerCommand relayed;
+  *relayed.mutable_remove_weights() = command.remove();
+  worker->stream->Write(std::move(relayed));
 }
 
 void ReplicaSessions::Send(uint64_t id, const v1::ApplyWorker& command,
@@ -728,9 +765,12 @@ void ReplicaSessions::StartApply(Worker* worker,
           return;
         const absl::Status late = ErrorStatus(
             absl::StatusCode::kDeadlineExceeded, "APPLY_TIMEOUT",
-            absl::StrCat(worker->Name(), " did not report update ",
-                         command.update_id(), " as applied within ",
-                         absl::FormatDuration(timeout),
+            absl::StrCat(worker->Name(), " did not report ",
+                         command.update_id().empty()
+                             ? std::string("its weights as dropped")
+                             : absl::StrCat("update ", command.update_id(),
+                                            " as applied"),
+                         " within ", absl::FormatDuration(timeout),
                          "; register again and say what is in its memory"));
         const v1::InstalledState believed = BelievedContent(*worker);
         ReportApplyFailure(command, late, &believed);
@@ -1054,6 +1094,7 @@ void ReplicaSessions::ResumeOwn(Control* control, const std::string& command_id,
     resume->set_update_id(installed.update_id());
     resume->set_version(installed.version());
   }
+  resume->set_removed(installed.state() == v1::InstalledState::STATE_NOTHING);
   resume->set_step(weights_changed ? control->commit.step() : 0);
   resume->set_mode(control->offer.pause().mode());
   resume->set_weights_changed(weights_changed);

@@ -9,6 +9,7 @@
 //                    once more: ready
 //                    ApplyWorker -> (arenas, CopyPlan if new) ApplyUpdate ->
 //                    WorkerApplied
+//                    RemoveWorker -> RemoveWeights -> WorkerApplied
 //                    DigestWorker -> DigestTensors -> TensorDigests
 //                    STREAM: worker_streams.h
 //
@@ -66,6 +67,7 @@ class ReplicaSessions : private WorkerStreams::Host {
   void Pause(const v1::PauseReplicaCommand& command);
   void Resume(const v1::ResumeReplicaCommand& command);
   void Apply(const v1::ApplyWorker& command);
+  void Remove(const v1::RemoveWorker& command);
   void Digest(const v1::DigestWorker& command);
   void Refuse(const v1::RefuseReplica& command);
   void Refuse(const v1::RefuseWorker& command);
@@ -106,7 +108,7 @@ class ReplicaSessions : private WorkerStreams::Host {
     ArenaOffers offers;
     std::set<std::string> layouts;
     // The apply that it was commanded last and has not answered; command_id
-    // empty: none.
+    // empty: none. Without an update: to drop what it holds.
     std::string command_id;
     v1::ApplyWorker command;
     // The update that it was told to take bucket by bucket, until it has said

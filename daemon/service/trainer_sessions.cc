@@ -16,6 +16,9 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
+// For device agents to close GPU memory that a trainer wants to free.
+constexpr absl::Duration kCloseDeadline = absl::Seconds(5);
+
 absl::Status SessionUnknown() {
   return ErrorStatus(absl::StatusCode::kNotFound, "SESSION_UNKNOWN",
                      "no such session: it has ended, or was opened at another "
@@ -39,6 +42,14 @@ absl::Status MayName(pid_t process, const transport::UniqueFd& fd,
   }
   if (!uid.has_value() || !gid.has_value()) return absl::OkStatus();
   return transport::CheckOwner(fd, name, *uid, *gid);
+}
+
+// Not on the loop.
+void AwaitClosed(const NodeContext& node,
+                 std::vector<std::weak_ptr<const DeviceRegion>> devices) {
+  const absl::Status status =
+      node.devices->AwaitClosed(std::move(devices), kCloseDeadline);
+  LOG_IF(WARNING, !status.ok()) << status;
 }
 
 std::string RoomOf(const v1::TrainerIdentity& identity) {
@@ -216,16 +227,28 @@ void TrainerSessions::End(uint64_t id, const absl::Status& why) {
   }
   // Giving gigabytes back takes its time; the client hears that it is over when
   // they are free.
-  node_.reserving->Post([loop = node_.loop, node = &node_,
-                         session = std::move(session), why]() mutable {
+  std::vector<std::weak_ptr<const DeviceRegion>> devices;
+  if (session->registration != nullptr)
+    devices = session->registration->devices;
+  const bool on_devices = !devices.empty();
+  auto give_back = [loop = node_.loop, node = &node_,
+                    session = std::move(session), devices, why]() mutable {
     // Before the client is told: nothing of it is left to be taken then.
     session->offers.TakeBackAll();
     session->arenas.clear();
     session->registration = nullptr;
+    // GPU memory must not be freed while somebody has it open.
+    if (!devices.empty()) AwaitClosed(*node, std::move(devices));
     loop->Post([node, session = std::move(session), why] {
       EndStream(*node, *session, why);
     });
-  });
+  };
+  // A GPU may not answer; others have arenas to take and to give back.
+  if (on_devices) {
+    node_.copies->Run(std::move(give_back));
+  } else {
+    node_.reserving->Post(std::move(give_back));
+  }
 }
 
 void TrainerSessions::AllocateArena(
@@ -285,13 +308,31 @@ void TrainerSessions::AllocateArena(
       });
 }
 
+absl::Status TrainerSessions::AddForeign(
+    pid_t process, absl::StatusOr<transport::UniqueFd> fd,
+    const std::string& name, int64_t bytes, Registration* registration) {
+  if (!fd.ok()) return fd.status();
+  const absl::Status allowed = MayName(process, *fd, name);
+  if (!allowed.ok()) return allowed;
+  absl::StatusOr<std::unique_ptr<transport::ForeignMemory>> mapped =
+      transport::ForeignMemory::Map(*fd, 0, bytes, /*writable=*/false);
+  if (!mapped.ok()) return mapped.status();
+  std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
+  registration->regions.push_back({memory->data(), bytes, !memory->sealed(),
+                                   /*arena=*/nullptr, /*arena_id=*/""});
+  registration->memory.push_back(memory);
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::shared_ptr<TrainerSessions::Registration>>
 TrainerSessions::Resolve(const Session& session,
-                         const v1::RegisterShardsRequest& request) {
+                         const v1::RegisterShardsRequest& request,
+                         const DeviceRegions& devices) {
   const absl::Status status = CheckShards(request);
   if (!status.ok()) return status;
   auto registration = std::make_shared<Registration>();
   for (const v1::MemoryRegion& region : request.regions()) {
+    const int index = static_cast<int>(registration->regions.size());
     switch (region.memory().kind_case()) {
       case v1::MemoryHandle::kArena: {
         auto arena = session.arenas.find(region.memory().arena().arena_id());
@@ -314,29 +355,41 @@ TrainerSessions::Resolve(const Session& session,
         break;
       }
       case v1::MemoryHandle::kPosixShm: {
-        absl::StatusOr<transport::UniqueFd> fd = transport::OpenPosixShm(
-            region.memory().posix_shm().name(), /*writable=*/false);
-        if (!fd.ok()) return ApiStatus(fd.status());
-        const absl::Status allowed =
-            MayName(session.process, *fd, region.memory().posix_shm().name());
-        if (!allowed.ok()) return ApiStatus(allowed);
-        absl::StatusOr<std::unique_ptr<transport::ForeignMemory>> mapped =
-            transport::ForeignMemory::Map(*fd, 0, region.size_bytes(),
-                                          /*writable=*/false);
-        if (!mapped.ok()) return ApiStatus(mapped.status());
-        std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
-        registration->regions.push_back({memory->data(), region.size_bytes(),
-                                         !memory->sealed(),
-                                         /*arena=*/nullptr, /*arena_id=*/""});
-        registration->memory.push_back(memory);
+        const std::string& name = region.memory().posix_shm().name();
+        const absl::Status status = AddForeign(
+            session.process, transport::OpenPosixShm(name, /*writable=*/false),
+            name, region.size_bytes(), registration.get());
+        if (!status.ok()) return ApiStatus(status);
         break;
       }
-      case v1::MemoryHandle::kCudaIpc:
-        return ErrorStatus(absl::StatusCode::kUnimplemented,
-                           "MEMORY_KIND_UNIMPLEMENTED",
-                           "this daemon cannot open CUDA memory yet; keep the "
-                           "tensors in an arena "
-                           "(AllocateArena) or in POSIX shared memory");
+      case v1::MemoryHandle::kOpenFile: {
+        const v1::OpenFileMemory& file = region.memory().open_file();
+        if (session.process <= 0) {
+          return ErrorStatus(
+              absl::StatusCode::kNotFound, "MEMORY_UNKNOWN",
+              absl::StrCat("process ", session.identity.pid(),
+                           " is none that this daemon sees, so it cannot open "
+                           "the files that it has open: give both one pid "
+                           "namespace, or keep the tensors in an arena"));
+        }
+        const absl::Status status = AddForeign(
+            session.process,
+            transport::OpenProcessFile(session.process, file.fd(),
+                                       file.device(), file.inode()),
+            absl::StrCat("descriptor ", file.fd()), region.size_bytes(),
+            registration.get());
+        if (!status.ok()) return ApiStatus(status);
+        break;
+      }
+      case v1::MemoryHandle::kCudaIpc: {
+        const std::shared_ptr<const DeviceRegion>& device = devices[index];
+        registration->regions.push_back({device->data(), region.size_bytes(),
+                                         /*guard=*/false,
+                                         /*arena=*/nullptr, /*arena_id=*/""});
+        registration->memory.push_back(device);
+        registration->devices.push_back(device);
+        break;
+      }
       default:
         return ErrorStatus(absl::StatusCode::kInvalidArgument,
                            "MEMORY_KIND_MISSING",
@@ -374,9 +427,39 @@ void TrainerSessions::RegisterShards(
     answer->Finish(found.status());
     return;
   }
-  Session* session = *found;
+  if (!HasDeviceMemory(request)) {
+    Register(*found, request, {}, std::move(answer));
+    return;
+  }
+  const absl::Status status = CheckShards(request);
+  if (!status.ok()) {
+    answer->Finish(status);
+    return;
+  }
+  // A GPU's agent may have to start first.
+  node_.copies->Run([this, id = (*found)->id, pid = (*found)->identity.pid(),
+                     request, answer = std::move(answer)]() mutable {
+    absl::StatusOr<DeviceRegions> devices =
+        OpenDeviceMemory(node_.devices, pid, request);
+    node_.loop->Post([this, id, request = std::move(request),
+                      devices = std::move(devices),
+                      answer = std::move(answer)] {
+      Session* session = Find(id);
+      if (session == nullptr || !devices.ok()) {
+        answer->Finish(devices.ok() ? SessionUnknown() : devices.status());
+        return;
+      }
+      Register(session, request, *devices, answer);
+    });
+  });
+}
+
+void TrainerSessions::Register(
+    Session* session, const v1::RegisterShardsRequest& request,
+    const DeviceRegions& devices,
+    std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer) {
   absl::StatusOr<std::shared_ptr<Registration>> resolved =
-      Resolve(*session, request);
+      Resolve(*session, request, devices);
   if (!resolved.ok()) {
     answer->Finish(resolved.status());
     return;
@@ -403,7 +486,7 @@ void TrainerSessions::RegisterShards(
         node_.link->Ask(std::move(report), [this, id, registration, answer](
                                                const absl::Status& status,
                                                const v1::Reply& reply) {
-          Registered(id, registration, status, reply, answer.get());
+          Registered(id, registration, status, reply, answer);
         });
       });
 }
@@ -411,7 +494,7 @@ void TrainerSessions::RegisterShards(
 void TrainerSessions::Registered(
     uint64_t id, std::shared_ptr<const Registration> registration,
     const absl::Status& status, const v1::Reply& reply,
-    Answer<v1::RegisterShardsResponse>* answer) {
+    std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer) {
   Session* session = Find(id);
   if (session == nullptr) {
     answer->Finish(SessionUnknown());
@@ -429,12 +512,22 @@ void TrainerSessions::Registered(
     answer->Finish(status);
     return;
   }
+  std::vector<std::weak_ptr<const DeviceRegion>> before;
+  if (session->registration != nullptr) before = session->registration->devices;
   session->registration = std::move(registration);
   answer->response()->set_registered_rank_count(
       reply.rank_accepted().registered_rank_count());
   answer->response()->set_world_size(reply.rank_accepted().world_size());
   answer->response()->set_shard_bytes(session->registration->bytes);
-  answer->Finish(absl::OkStatus());
+  if (before.empty()) {
+    answer->Finish(absl::OkStatus());
+    return;
+  }
+  // The trainer may free what it had registered before when it hears of this.
+  node_.copies->Run([this, before, answer] {
+    AwaitClosed(node_, before);
+    node_.loop->Post([answer] { answer->Finish(absl::OkStatus()); });
+  });
 }
 
 void TrainerSessions::PublishVersion(

@@ -24,8 +24,10 @@
 #include "absl/time/time.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/service/answer.h"
+#include "daemon/service/device_memory.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "transport/host/unique_fd.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
 #include "weightsync/v1/trainer.pb.h"
@@ -85,6 +87,8 @@ class TrainerSessions {
     // As the coordinator is told.
     v1::RankShards report;
     int64_t bytes = 0;
+    // Those of `memory` that device agents have open.
+    std::vector<std::weak_ptr<const DeviceRegion>> devices;
   };
 
   struct Session : Lease<v1::TrainerHeartbeat, v1::TrainerEvent> {
@@ -114,12 +118,23 @@ class TrainerSessions {
   void AnnounceShards(Session* session);
   void End(uint64_t id, const absl::Status& why);
 
+  // Maps memory that `process` owns as one more region.
+  static absl::Status AddForeign(pid_t process,
+                                 absl::StatusOr<transport::UniqueFd> fd,
+                                 const std::string& name, int64_t bytes,
+                                 Registration* registration);
+  // Allocations on GPUs, by region; null for regions of other kinds.
+  using DeviceRegions = std::vector<std::shared_ptr<const DeviceRegion>>;
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(
-      const Session& session, const v1::RegisterShardsRequest& request);
+      const Session& session, const v1::RegisterShardsRequest& request,
+      const DeviceRegions& devices);
+  void Register(Session* session, const v1::RegisterShardsRequest& request,
+                const DeviceRegions& devices,
+                std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
   // The coordinator's answer to RegisterShards.
   void Registered(uint64_t id, std::shared_ptr<const Registration> registration,
                   const absl::Status& status, const v1::Reply& reply,
-                  Answer<v1::RegisterShardsResponse>* answer);
+                  std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
   void Copied(uint64_t id, const std::string& update_id,
               const absl::StatusOr<SnapshotResult>& result);
   void Copy(Session* session, const v1::PublishOpened& opened,

@@ -436,6 +436,15 @@ std::vector<client::Tensor> LiveTensors(const Model& model, int worker,
   return tensors;
 }
 
+std::vector<client::Tensor> OnGpu(std::vector<client::Tensor> tensors,
+                                  const char* from, char* gpu) {
+  for (client::Tensor& tensor : tensors) {
+    tensor.data = gpu + (static_cast<const char*>(tensor.data) - from);
+    tensor.on_gpu = true;
+  }
+  return tensors;
+}
+
 absl::Status FillAll(const Model& model, int64_t version, int64_t last_version,
                      const std::vector<client::Tensor>& shards) {
   for (size_t i = 0; i < shards.size(); ++i) {

@@ -78,6 +78,11 @@ int64_t PlaceTensors(std::vector<client::Tensor>* tensors, char* base);
 std::vector<client::Tensor> LiveTensors(const Model& model, int worker,
                                         int workers);
 
+// The same tensors at the same places of a buffer on a GPU: what lies at `from`
+// lies at `gpu` there.
+std::vector<client::Tensor> OnGpu(std::vector<client::Tensor> tensors,
+                                  const char* from, char* gpu);
+
 // Writes the values of `version` into dense memory of part `box`, which is
 // whole in all but dimension 0. Made-up values are normal with deviation 0.02,
 // in bf16. Those of a file are the file's own in version `last_version`, and

@@ -3,13 +3,16 @@
 #include <gflags/gflags.h>
 
 #include <cstdio>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "client/cc/trainer.h"
 #include "glog/logging.h"
 #include "tests/e2e/demo_model.h"
 #include "tests/e2e/demo_util.h"
+#include "tests/gpu/gpu_buffer.h"
 
 DEFINE_string(address, "", "The daemon of this node; empty: the usual place.");
 DEFINE_string(name, "demo", "What the model is called in the cluster.");
@@ -27,6 +30,8 @@ DEFINE_string(policies, "auto",
               "The transfer policy of each version in turn: auto, sharded, "
               "paired, broadcast.");
 DEFINE_bool(linger, false, "Stay registered until SIGTERM.");
+DEFINE_string(memory, "host", "Where the tensors are: host or cuda.");
+DEFINE_int32(gpu, 0, "With --memory=cuda: the GPU, as this process counts.");
 
 int main(int argc, char** argv) {
   FLAGS_logtostderr = true;  // no files of its own
@@ -40,6 +45,10 @@ int main(int argc, char** argv) {
   const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
   demo::ExitUnless(model.status());
 
+  // On a GPU the tensors are filled by way of a copy in host memory.
+  std::unique_ptr<demo::GpuBuffer> gpu;
+  std::vector<char> mirror;
+
   // The rank's lease, and memory for its shard.
   client::TrainerOptions options;
   options.address = FLAGS_address;
@@ -52,12 +61,21 @@ int main(int argc, char** argv) {
   std::vector<client::Tensor> all =
       demo::FsdpShards(*model, FLAGS_rank, FLAGS_world_size);
   const int64_t bytes = demo::PlaceTensors(&all, nullptr);
-  if (bytes > 0) {
+  std::vector<client::Tensor> shards;
+  if (bytes > 0 && FLAGS_memory == "cuda") {
+    auto made = demo::GpuBuffer::Allocate(FLAGS_gpu, bytes);
+    demo::ExitUnless(made.status());
+    gpu = *std::move(made);
+    mirror.resize(static_cast<size_t>(bytes));
+    demo::PlaceTensors(&all, mirror.data());
+    shards = demo::OnGpu(demo::Held(all), mirror.data(), gpu->data());
+  } else if (bytes > 0) {
     auto arena = (*trainer)->AllocateArena(bytes);
     demo::ExitUnless(arena.status());
     demo::PlaceTensors(&all, arena->data);
+    shards = demo::Held(all);
   }
-  demo::ExitUnless((*trainer)->RegisterShards(demo::Held(all)).status());
+  demo::ExitUnless((*trainer)->RegisterShards(shards).status());
   demo::ExitUnless(demo::WaitForReplicas(
       FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
 
@@ -68,6 +86,7 @@ int main(int argc, char** argv) {
 
   for (int step = 1; step <= FLAGS_versions; ++step) {
     demo::ExitUnless(demo::FillAll(*model, step, FLAGS_versions, all));
+    if (gpu != nullptr) demo::ExitUnless(gpu->Write(mirror.data()));
     demo::ExitUnless(demo::AppendTo(
         FLAGS_hashes, demo::AllRankHashLines(*model, step, FLAGS_worker_counts,
                                              FLAGS_rank, all)));

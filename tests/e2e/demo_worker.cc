@@ -16,6 +16,7 @@
 #include "tests/e2e/demo_engine.h"
 #include "tests/e2e/demo_model.h"
 #include "tests/e2e/demo_util.h"
+#include "tests/gpu/gpu_buffer.h"
 
 DEFINE_string(address, "", "The daemon of this node; empty: the usual place.");
 DEFINE_string(name, "demo", "What the model is called in the cluster.");
@@ -34,6 +35,11 @@ DEFINE_string(dump_safetensors, "",
 DEFINE_int32(timeout_s, 300, "Give up when no version comes for so long.");
 DEFINE_bool(flip_bit, false, "Damage one bit before the last hash.");
 DEFINE_bool(linger, false, "Go on serving until SIGTERM.");
+DEFINE_string(memory, "host", "Where live memory is: host or cuda.");
+DEFINE_int32(gpus, 1, "How many GPUs there are.");
+DEFINE_int32(gpu, 0,
+             "With --memory=cuda: the GPU of the first worker, as this process "
+             "counts; others have the next ones.");
 
 int main(int argc, char** argv) {
   FLAGS_logtostderr = true;  // no files of its own
@@ -48,6 +54,8 @@ int main(int argc, char** argv) {
   // The workers, each with live memory for its boxes ...
   const std::string incarnation = client::RandomId();
   std::vector<std::vector<client::Tensor>> live;
+  // With --memory=cuda `live` is a copy of what is on the GPUs, for hashing.
+  std::vector<std::unique_ptr<demo::GpuBuffer>> gpus;
   std::vector<std::unique_ptr<client::Worker>> workers;
   for (int i = 0; i < FLAGS_workers; ++i) {
     live.push_back(demo::LiveTensors(*model, i, FLAGS_workers));
@@ -59,7 +67,17 @@ int main(int argc, char** argv) {
     options.worker_index = i;
     options.worker_count = FLAGS_workers;
     options.client = "demo_worker";
-    auto worker = client::Worker::Start(options, live.back());
+    std::vector<client::Tensor> tensors = live.back();
+    if (FLAGS_memory == "cuda") {
+      std::vector<client::Tensor> sized = tensors;
+      auto gpu = demo::GpuBuffer::Allocate((FLAGS_gpu + i) % FLAGS_gpus,
+                                           demo::PlaceTensors(&sized, nullptr));
+      demo::ExitUnless(gpu.status());
+      gpus.push_back(*std::move(gpu));
+      tensors = demo::OnGpu(tensors, static_cast<char*>(tensors[0].data),
+                            gpus.back()->data());
+    }
+    auto worker = client::Worker::Start(options, tensors);
     demo::ExitUnless(worker.status());
     workers.push_back(*std::move(worker));
   }
@@ -92,6 +110,8 @@ int main(int argc, char** argv) {
     if (version == 0)
       demo::ExitUnless(absl::DeadlineExceededError("no version came"));
     for (int i = 0; i < FLAGS_workers; ++i) {
+      char* const memory = static_cast<char*>(live[i][0].data);
+      if (!gpus.empty()) demo::ExitUnless(gpus[i]->Read(memory));
       if (FLAGS_flip_bit && version == FLAGS_versions && i == 0) {
         demo::FlipBit(live[i]);
       }

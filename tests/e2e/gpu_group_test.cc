@@ -1,12 +1,9 @@
 // Real daemons over a simulated GPU each: bytes between nodes go over NCCL,
 // from device agents, and an agent that dies costs nothing but time.
-#include <dirent.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 
 #include <cstdlib>
-#include <fstream>
-#include <sstream>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -31,27 +28,6 @@ std::string UuidOf(int device) {
 
 std::vector<std::string> Flags(int device) {
   return {"--group=nccl", "--device_uuid=" + UuidOf(device)};
-}
-
-// The child of a process that has this name (as far as the kernel keeps it).
-pid_t ChildOf(pid_t parent, const std::string& name) {
-  pid_t found = 0;
-  DIR* proc = opendir("/proc");
-  while (const dirent* entry = readdir(proc)) {
-    std::ifstream file(absl::StrCat("/proc/", entry->d_name, "/stat"));
-    std::string line;
-    if (!std::getline(file, line)) continue;
-    const size_t end = line.rfind(')');
-    if (end == std::string::npos) continue;
-    std::istringstream rest(line.substr(end + 1));
-    std::string state;
-    pid_t ppid = 0;
-    rest >> state >> ppid;
-    if (ppid == parent && line.find("(" + name.substr(0, 15)) != line.npos)
-      found = static_cast<pid_t>(atoi(entry->d_name));
-  }
-  closedir(proc);
-  return found;
 }
 
 TEST(GpuGroupTest, UpdatesGoOverNccl) {

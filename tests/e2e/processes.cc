@@ -126,5 +126,25 @@ std::string DataPath(const std::string& path) {
   return absl::StrCat(sources, "/", workspace, "/", path);
 }
 
+pid_t ChildOf(pid_t parent, const std::string& name) {
+  pid_t found = 0;
+  DIR* proc = opendir("/proc");
+  while (const dirent* entry = readdir(proc)) {
+    std::ifstream file(absl::StrCat("/proc/", entry->d_name, "/stat"));
+    std::string line;
+    if (!std::getline(file, line)) continue;
+    const size_t end = line.rfind(')');
+    if (end == std::string::npos) continue;
+    std::istringstream rest(line.substr(end + 1));
+    std::string state;
+    pid_t ppid = 0;
+    rest >> state >> ppid;
+    if (ppid == parent && line.find("(" + name.substr(0, 15)) != line.npos)
+      found = static_cast<pid_t>(atoi(entry->d_name));
+  }
+  closedir(proc);
+  return found;
+}
+
 }  // namespace e2e
 }  // namespace weightsync

@@ -55,6 +55,10 @@ class Process {
   const std::string log_;
 };
 
+// The child of a process that has this name (as far as the kernel keeps it);
+// 0: there is none.
+pid_t ChildOf(pid_t parent, const std::string& name);
+
 // Polls until `condition` holds; false at the deadline.
 bool WaitUntil(const std::function<bool()>& condition,
                absl::Duration timeout = absl::Seconds(30));

@@ -1,4 +1,4 @@
-"""Names in the Python package: rules, and what they check. No daemon here."""
+"""Names in the Python package and in weightsyncctl: rules, and what they check."""
 
 import json
 import subprocess
@@ -7,9 +7,13 @@ import sys
 import numpy
 import pytest
 import safetensors.numpy
-from weightsync import names
+import weightsync
+from weightsync import __main__ as command, names
+from weightsync.enums import DType
 from weightsync.names import Drop, Fuse, Rename, Split, split_gate_up, split_qkv
 from weightsync.tensors import Part, Shard, parts_of
+
+import cluster
 
 
 def parts(**tensors):
@@ -225,6 +229,60 @@ def test_the_mapping_is_shown(files):
     found = json.loads(run_names(index, engine, "--rules", rules, "--json").stdout)
     assert found["only_trainer"] == ["layers.0.extra"]
     assert run_names(engine, engine).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "case", json.loads((cluster.ROOT / "client/ctl/testdata/names_cases.json").read_text()), ids=lambda case: case["name"]
+)
+def test_what_weightsyncctl_says_is_said_here(case):
+    """client/ctl/mapping_test.cc holds `weightsyncctl names` to the same cases."""
+
+    def side(rows):
+        return {name: (tuple(shape), DType[dtype]) for name, dtype, shape in rows}
+
+    try:
+        found = command.compare(
+            side(case["trainer"]), side(case["engine"]), [command.make_rule(rule) for rule in case["rules"]]
+        )
+    except weightsync.WeightsyncError as error:
+        assert error.reason == case.get("error"), error
+    else:
+        assert "error" not in case
+        assert command.render(found) == case["text"] and json.loads(json.dumps(found)) == case["json"]
+
+
+def test_both_commands_print_the_same(files, tmp_path):
+    index, engine, rules = files
+    for arguments in [(index, engine), (index, engine, "--rules", rules), (index, index), (engine, index, "--json")]:
+        ours = run_names(*arguments)
+        theirs = subprocess.run([cluster.CTL, "names", *arguments], capture_output=True, text=True, timeout=60)
+        assert (theirs.returncode, theirs.stdout) == (ours.returncode, ours.stdout), theirs.stderr
+
+
+def test_names_of_a_model_and_of_a_replica(tmp_path):
+    """What trainers registered, and what workers take, as well as files."""
+    with cluster.Cluster() as here:
+        address = here.nodes[0].listen
+        given = {"a.weight": numpy.zeros((4, 2), numpy.float32), "b": numpy.zeros((3,), numpy.float32)}
+        live = {"a.weight": numpy.zeros((4, 2), numpy.float32)}
+        with weightsync.Trainer("m", address=address) as trainer, weightsync.Worker(
+            "m", "r", live, address=address, partial=True
+        ) as worker:
+            trainer.register(given)
+            worker.wait_registered()
+
+            def said(*arguments):
+                return subprocess.run(
+                    [cluster.CTL, "names", *arguments, "--address", address, "--json"],
+                    capture_output=True, text=True, timeout=60,
+                )
+
+            done = said("models/m", "models/m/replicas/r")
+            found = json.loads(done.stdout)
+            assert done.returncode == 1 and found["only_trainer"] == ["b"] and not found["differ"]
+            safetensors.numpy.save_file(given, tmp_path / "given.safetensors")
+            assert said(tmp_path / "given.safetensors", "models/m").returncode == 0
+            assert said("models/m", "models/nowhere").returncode == 4
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import mmap
 import multiprocessing.shared_memory
 import os
 import pathlib
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import ml_dtypes
 import numpy
@@ -581,6 +583,92 @@ def test_a_trainer_that_changes_its_tensors_too_early(address, model, segment):
         trainer.publish(publish_mode="in_place", verify_source=True).wait(60)
         assert (live["w"] == array).all()
         del array
+
+
+@pytest.fixture
+def anonymous():
+    """A memfd: shared memory that never had a name."""
+    fd = os.memfd_create("weights")
+    os.ftruncate(fd, 1 << 20)
+    memory = mmap.mmap(fd, 1 << 20)
+    yield fd, memory
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+def test_a_memfd_is_read_where_it_lies(address, model, anonymous):
+    fd, memory = anonymous
+    array = numpy.ndarray((1 << 18,), numpy.float32, memory)
+    live = {"w": numpy.zeros(1 << 18, numpy.float32)}
+    with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+        model, "r", live, address=address
+    ) as worker:
+        trainer.register({"w": array})
+        assert not trainer._arenas, "nothing was copied in this process"
+        worker.wait_registered()
+        array[...] = 2
+        trainer.publish().wait(60)
+        assert (live["w"] == 2).all()
+        # Shrunk under the daemon: the update fails with a name, and the daemon lives.
+        os.ftruncate(fd, 4096)
+        with pytest.raises(WeightsyncError) as error:
+            trainer.publish().wait(60)
+        assert error.value.reason == "SOURCE_MEMORY_LOST"
+        os.ftruncate(fd, 1 << 20)
+        # The library keeps a descriptor of its own.
+        os.close(fd)
+        array[...] = 3
+        trainer.publish().wait(60)
+        assert (live["w"] == 3).all()
+        del array
+
+
+def test_open_files_that_are_too_small_or_on_a_disk(address, model, anonymous):
+    raw = weightsync._capi
+    fd, memory = anonymous
+    base = numpy.ndarray((1 << 20,), numpy.uint8, memory)
+    at = base.__array_interface__["data"][0]
+    with weightsync.Trainer(model, address=address) as trainer:
+
+        def named(fd, size):
+            given = raw.SharedMemory(name=None, fd=fd, data=at, size_bytes=size)
+            trainer._handle.check("use_shared_memory", raw.ctypes.byref(given))
+            trainer._handle.check("register", raw.tensors(weightsync.tensors.parts_of("w", base)), 1, 20.0, None)
+
+        named(fd, 1 << 20)
+        with pytest.raises(WeightsyncError) as error:
+            named(fd, 1 << 21)
+        assert error.value.reason == "MEMORY_OUT_OF_RANGE"
+        with open(__file__, "rb") as disk, pytest.raises(WeightsyncError) as error:
+            named(disk.fileno(), 1 << 20)
+        assert error.value.reason == "NOT_MEMORY" and "on a disk" in error.value.message
+    del base
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a daemon of another user")
+def test_a_memfd_that_the_daemon_may_not_open_is_copied(model, anonymous):
+    """The daemon is nobody's, and may not look at what root's processes have open."""
+    array = numpy.ndarray((1 << 18,), numpy.float32, anonymous[1])
+    live = {"w": numpy.zeros(1 << 18, numpy.float32)}
+    with cluster.Cluster(user=65534) as here:
+        address = here.nodes[0].listen
+        with weightsync.Trainer(model, address=address) as trainer, weightsync.Worker(
+            model, "r", live, address=address
+        ) as worker:
+            with pytest.warns(RuntimeWarning, match="copied"):
+                trainer.register({"w": array})
+            assert trainer._shards[0].target is not None
+            worker.wait_registered()
+            array[...] = 5
+            trainer.publish().wait(60)
+            assert (live["w"] == 5).all()
+            # Once is enough to know it.
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                trainer.register({"w": array})
+    del array
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a daemon of another user")

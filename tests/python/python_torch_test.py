@@ -4,6 +4,7 @@ What a rank holds is compared with what torch itself says or gathers: nothing th
 believed. Several ranks are processes of their own, with gloo.
 """
 
+import gc
 import itertools
 import math
 import os
@@ -125,13 +126,29 @@ def test_the_files_that_torch_shares_are_read_where_they_lie(address, model):
         mine["w"] += 1
         trainer.publish().wait(60)
         assert torch.equal(live["w"], torch.arange(1000.0) + 1)
-    # Without a name (the other strategy) they are copied.
-    unnamed = {"w": torch.ones(1000).share_memory_()}
-    with weightsync.Trainer(f"{model}.2", address=address) as trainer, serve(f"{model}.2", address, live):
-        trainer.register(unnamed)
-        assert trainer._shards[0].target is not None
+
+
+def test_the_descriptors_that_torch_shares_are_read_where_they_lie(address, model):
+    """Its other strategy, the default on Linux: files that have no name any more."""
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    mine = {"a": torch.arange(1000.0).share_memory_(), "b": torch.arange(77).share_memory_()}
+    mine["c"] = mine["a"][100:900:2]
+    live = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in mine.items()}
+    with weightsync.Trainer(model, address=address) as trainer, serve(model, address, live):
+        trainer.register(mine)
+        assert all(shard.target is None for shard in trainer._shards) and not trainer._arenas
+        mine["a"] += 1
         trainer.publish().wait(60)
-        assert torch.equal(live["w"], torch.ones(1000))
+        assert torch.equal(live["a"], torch.arange(1000.0) + 1)
+        assert torch.equal(live["b"], torch.arange(77)) and torch.equal(live["c"], live["a"][100:900:2])
+        # Memory that is not used any more is not kept either.
+        kept = len(os.listdir("/proc/self/fd"))
+        mine = {name: torch.zeros_like(tensor).share_memory_() for name, tensor in mine.items()}
+        gc.collect()
+        trainer.register(mine)
+        assert len(os.listdir("/proc/self/fd")) <= kept + 2
+        trainer.publish().wait(60)
+        assert not live["a"].any()
 
 
 def test_strides_and_casts(address, model):
@@ -201,27 +218,53 @@ def test_what_cannot_be_moved(value, reason):
     assert error.value.reason == reason
 
 
-def test_cuda_is_refused_by_name_unless_bounced(address, model):
-    """There is no GPU here: a tensor that only says that it is on one."""
+def says_it_is_on(device):
+    """There is no GPU here: a part whose tensor only says that it is on one."""
 
     class OnDevice(torch.Tensor):
         @property
         def device(self):
-            return torch.device("cuda", 1)
+            return torch.device(device, 1)
 
-    part = tensors.Part("w", weightsync.DType.F32, (2,), None, None, torch.zeros(2).as_subclass(OnDevice))
-    assert part.on_device() and not part.in_place()
+    return tensors.Part("w", weightsync.DType.F32, (2,), None, None, torch.zeros(2).as_subclass(OnDevice))
+
+
+def test_other_devices_and_casts_on_a_gpu_are_refused_by_name_unless_bounced(address, model):
+    other = says_it_is_on("xpu")
+    assert other.on_device() and not other.on_gpu and not other.in_place()
     with weightsync.Trainer(model, address=address) as trainer:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tensors, "all_parts", lambda _: [part])
-            with pytest.raises(NotImplementedError, match="cuda:1") as error:
+            patch.setattr(tensors, "all_parts", lambda _: [other])
+            with pytest.raises(NotImplementedError, match="xpu:1") as error:
+                trainer.register({"w": None})
+            assert error.value.reason == "CUDA_MEMORY"
+    with weightsync.Trainer(model, address=address, dtype=torch.bfloat16) as trainer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on("cuda")])
+            with pytest.raises(NotImplementedError, match="BF16.*bounce=True") as error:
                 trainer.register({"w": None})
             assert error.value.reason == "CUDA_MEMORY"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensors, "all_parts", lambda _: [part])
+        patch.setattr(tensors, "all_parts", lambda _: [other])
         with pytest.raises(NotImplementedError) as error:
             weightsync.Worker(model, "r", {"w": None}, address=address)
         assert error.value.reason == "CUDA_MEMORY"
+
+
+def test_cuda_tensors_are_looked_up_on_a_gpu(address, model):
+    """Which this machine does not have, or not there: the library says so, and reads nothing."""
+    part = says_it_is_on("cuda")
+    assert part.on_gpu and part.in_place()
+    reasons = ("CUDA_RUNTIME_MISSING", "CUDA_NOT_BUILT", "DRIVER_TOO_OLD", "NO_DEVICE", "NOT_DEVICE_MEMORY")
+    with weightsync.Trainer(model, address=address) as trainer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensors, "all_parts", lambda _: [part])
+            with pytest.raises(weightsync.WeightsyncError, match="^w: ") as error:
+                trainer.register({"w": None})
+            assert error.value.reason in reasons
+            with pytest.raises(weightsync.WeightsyncError, match="^w: ") as error:
+                weightsync.Worker(model, "r", {"w": None}, address=address)
+            assert error.value.reason in reasons
 
 
 # ---- Where a shard lies ----

@@ -36,6 +36,7 @@ _LIBRARIES = {
         [],
     ),
     "protobuf": ("google/protobuf/message.h", ["protobuf", "pthread"], []),
+    "re2": ("re2/re2.h", ["re2"], []),
     "xxhash": ("xxhash.h", ["xxhash"], []),
 }
 

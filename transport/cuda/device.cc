@@ -1,15 +1,9 @@
 #include "transport/cuda/device.h"
 
 #include <cuda_runtime_api.h>
-#include <signal.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -32,25 +26,6 @@ std::string UuidText(const unsigned char* bytes) {
     text += hex;
   }
   return text;
-}
-
-// 0 when there is no such process.
-uint64_t StartTimeOf(int64_t pid) {
-  std::ifstream file(absl::StrCat("/proc/", pid, "/stat"));
-  std::string line;
-  if (!std::getline(file, line)) return 0;
-  // The second field is a name in parentheses that may hold anything.
-  const size_t end = line.rfind(')');
-  if (end == std::string::npos) return 0;
-  std::istringstream fields(line.substr(end + 1));
-  std::string field;
-  for (int i = 3; i <= 22; ++i) fields >> field;
-  return std::strtoull(field.c_str(), nullptr, 10);
-}
-
-uint64_t PidNamespace() {
-  struct stat stat;
-  return ::stat("/proc/self/ns/pid", &stat) == 0 ? stat.st_ino : 0;
 }
 
 }  // namespace
@@ -115,23 +90,6 @@ absl::Status CheckIpc(const DeviceInfo& device) {
       absl::StrCat(device.uuid, " (", device.name,
                    ") is a MIG instance, and these have no CUDA IPC: use a "
                    "whole GPU, or --memory=host"));
-}
-
-ProcessIdentity ThisProcess() {
-  ProcessIdentity process;
-  process.pid = getpid();
-  process.start_time = StartTimeOf(process.pid);
-  process.pid_namespace = PidNamespace();
-  return process;
-}
-
-ProcessState StateOf(const ProcessIdentity& process) {
-  if (process.pid_namespace != PidNamespace())
-    return ProcessState::kOtherNamespace;
-  if (kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH)
-    return ProcessState::kDead;
-  return StartTimeOf(process.pid) == process.start_time ? ProcessState::kAlive
-                                                        : ProcessState::kDead;
 }
 
 }  // namespace cuda

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "transport/cuda/handle.h"
 
 namespace weightsync {
 namespace transport {
@@ -34,24 +35,6 @@ absl::StatusOr<DeviceInfo> FindDevice(absl::string_view uuid);
 
 // FAILED_PRECONDITION (MIG_NO_IPC) for a slice.
 absl::Status CheckIpc(const DeviceInfo& device);
-
-// Who has exported something. Two are equal only for the same life of a
-// process.
-struct ProcessIdentity {
-  int64_t pid = 0;
-  uint64_t start_time = 0;     // of /proc/PID/stat; told from a reused pid
-  uint64_t pid_namespace = 0;  // inode
-
-  friend bool operator==(const ProcessIdentity& a, const ProcessIdentity& b) {
-    return a.pid == b.pid && a.start_time == b.start_time &&
-           a.pid_namespace == b.pid_namespace;
-  }
-};
-
-ProcessIdentity ThisProcess();
-
-enum class ProcessState { kAlive, kDead, kOtherNamespace };
-ProcessState StateOf(const ProcessIdentity& process);
 
 }  // namespace cuda
 }  // namespace transport

@@ -18,72 +18,9 @@ namespace {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == 64, "part of the format");
 
-// On the wire, little-endian. Read by processes of other builds: only a new
-// magic changes it.
-struct Encoded {
-  char magic[8];
-  char ipc[64];
-  char probe_ipc[64];
-  char nonce[16];
-  char device_uuid[48];
-  uint64_t base;
-  int64_t bytes;
-  uint64_t buffer_id;
-  int64_t pid;
-  uint64_t start_time;
-  uint64_t pid_namespace;
-};
-constexpr char kMagic[8] = {'W', 'S', 'D', 'E', 'V', '0', '0', '1'};
 constexpr size_t kProbeBytes = 512;
 
 }  // namespace
-
-std::string DeviceHandle::Encode() const {
-  Encoded encoded = {};
-  memcpy(encoded.magic, kMagic, sizeof(kMagic));
-  memcpy(encoded.ipc, ipc.data(), ipc.size());
-  memcpy(encoded.probe_ipc, probe_ipc.data(), probe_ipc.size());
-  memcpy(encoded.nonce, nonce.data(), nonce.size());
-  memcpy(encoded.device_uuid, device_uuid.data(),
-         std::min(device_uuid.size(), sizeof(encoded.device_uuid) - 1));
-  encoded.base = base;
-  encoded.bytes = bytes;
-  encoded.buffer_id = buffer_id;
-  encoded.pid = exporter.pid;
-  encoded.start_time = exporter.start_time;
-  encoded.pid_namespace = exporter.pid_namespace;
-  return std::string(reinterpret_cast<const char*>(&encoded), sizeof(encoded));
-}
-
-absl::StatusOr<DeviceHandle> DeviceHandle::Decode(absl::string_view bytes) {
-  Encoded encoded;
-  if (bytes.size() != sizeof(encoded)) {
-    return MakeError(
-        absl::StatusCode::kInvalidArgument, "HANDLE_MALFORMED",
-        absl::StrCat("a device handle has ", sizeof(encoded),
-                     " bytes; this one has ", bytes.size(),
-                     " (is the client library of another release?)"));
-  }
-  memcpy(&encoded, bytes.data(), sizeof(encoded));
-  if (memcmp(encoded.magic, kMagic, sizeof(kMagic)) != 0 ||
-      encoded.bytes <= 0 ||
-      encoded.device_uuid[sizeof(encoded.device_uuid) - 1] != '\0') {
-    return MakeError(absl::StatusCode::kInvalidArgument, "HANDLE_MALFORMED",
-                     "what was sent as a device handle is none");
-  }
-  DeviceHandle handle;
-  memcpy(handle.ipc.data(), encoded.ipc, sizeof(encoded.ipc));
-  memcpy(handle.probe_ipc.data(), encoded.probe_ipc, sizeof(encoded.probe_ipc));
-  memcpy(handle.nonce.data(), encoded.nonce, sizeof(encoded.nonce));
-  handle.device_uuid = encoded.device_uuid;
-  handle.base = encoded.base;
-  handle.bytes = encoded.bytes;
-  handle.buffer_id = encoded.buffer_id;
-  handle.exporter.pid = encoded.pid;
-  handle.exporter.start_time = encoded.start_time;
-  handle.exporter.pid_namespace = encoded.pid_namespace;
-  return handle;
-}
 
 absl::StatusOr<std::unique_ptr<DeviceExporter>> DeviceExporter::Create(
     const DeviceInfo& device) {
@@ -141,8 +78,9 @@ absl::StatusOr<DevicePlace> DeviceExporter::Describe(const void* pointer,
             "the ", handle.bytes,
             " bytes that this tensor lies in cannot be handed to another "
             "process: they were made by cuMemCreate (PyTorch's "
-            "expandable_segments: unset it in PYTORCH_CUDA_ALLOC_CONF), or "
-            "came from another process themselves"));
+            "expandable_segments: unset it in PYTORCH_CUDA_ALLOC_CONF, or copy "
+            "the tensors through host memory: bounce=True), or came from "
+            "another process themselves"));
   }
   const absl::StatusOr<uint64_t> id = (*driver)->BufferId(pointer);
   if (!id.ok()) return id.status();
@@ -173,17 +111,6 @@ absl::Status DeviceExporter::CheckStillThere(const DeviceHandle& handle) {
           absl::Hex(handle.base),
           id.ok() ? " was freed, and another one is there" : " was freed",
           ": register the tensors again before the next publish"));
-}
-
-absl::Status CheckPlace(const DeviceHandle& handle, int64_t offset,
-                        int64_t bytes) {
-  if (offset >= 0 && bytes >= 0 && offset <= handle.bytes &&
-      bytes <= handle.bytes - offset)
-    return absl::OkStatus();
-  return MakeError(
-      absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
-      absl::StrCat(bytes, " bytes at offset ", offset,
-                   " do not lie in an allocation of ", handle.bytes));
 }
 
 }  // namespace cuda

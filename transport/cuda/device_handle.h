@@ -1,5 +1,4 @@
-// What a process tells another so that it can open an allocation of GPU memory,
-// and find out why it cannot.
+// What a process says of an allocation of its own, so that another can open it.
 #ifndef WEIGHTSYNC_TRANSPORT_CUDA_DEVICE_HANDLE_H_
 #define WEIGHTSYNC_TRANSPORT_CUDA_DEVICE_HANDLE_H_
 
@@ -12,38 +11,11 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "transport/cuda/device.h"
+#include "transport/cuda/handle.h"
 
 namespace weightsync {
 namespace transport {
 namespace cuda {
-
-// A handle of CUDA names a whole allocation: tensors are (handle, offset,
-// size).
-struct DeviceHandle {
-  std::array<char, 64> ipc = {};  // cudaIpcMemHandle_t
-  std::string device_uuid;
-  // Of the allocation, as the exporter knows it; its address there is only a
-  // part of its name.
-  uint64_t base = 0;
-  int64_t bytes = 0;
-  uint64_t buffer_id = 0;
-  ProcessIdentity exporter;
-  // A small allocation of the exporter and what stands in it: whoever opens it
-  // and reads the same has the exporter's memory before it.
-  std::array<char, 64> probe_ipc = {};
-  std::array<char, 16> nonce = {};
-
-  // A few hundred bytes, for a message.
-  std::string Encode() const;
-  // INVALID_ARGUMENT (HANDLE_MALFORMED) with both sizes.
-  static absl::StatusOr<DeviceHandle> Decode(absl::string_view bytes);
-};
-
-// Where an address of the exporting process lies.
-struct DevicePlace {
-  DeviceHandle handle;
-  int64_t offset = 0;  // of the address in the allocation
-};
 
 // Exports the allocations of this process on one GPU. Thread-safe. Keeps its
 // probe until the end: it outlives whoever opens what it has described.
@@ -76,11 +48,6 @@ class DeviceExporter {
   std::array<char, 64> probe_ipc_ = {};
   std::array<char, 16> nonce_ = {};
 };
-
-// [offset, offset + bytes) in the allocation. INVALID_ARGUMENT
-// (PAST_ALLOCATION).
-absl::Status CheckPlace(const DeviceHandle& handle, int64_t offset,
-                        int64_t bytes);
 
 }  // namespace cuda
 }  // namespace transport

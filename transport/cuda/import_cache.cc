@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "glog/logging.h"
 #include "transport/cuda/cuda_error.h"
+#include "transport/cuda/driver.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -130,6 +131,26 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
   void* pointer = nullptr;
   status = Open(handle.ipc, handle, &pointer);
   if (!status.ok()) {
+    open_.erase(key);
+    return status;
+  }
+  // The exporter says how long it is; a kernel that went beyond the end would
+  // take this context with it.
+  uint64_t base = 0;
+  int64_t room = 0;
+  const absl::StatusOr<const DriverApi*> driver = GetDriverApi();
+  status = driver.status();
+  if (status.ok()) status = (*driver)->AddressRange(pointer, &base, &room);
+  if (status.ok() &&
+      (base != reinterpret_cast<uint64_t>(pointer) || room < handle.bytes)) {
+    status = MakeError(absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
+                       absl::StrCat("an allocation of ", handle.bytes,
+                                    " bytes was named, and the one that the "
+                                    "handle opens has ",
+                                    room));
+  }
+  if (!status.ok()) {
+    core_->Later([pointer] { return cudaIpcCloseMemHandle(pointer), true; });
     open_.erase(key);
     return status;
   }

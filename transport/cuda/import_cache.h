@@ -42,6 +42,7 @@ class ImportCache {
   //   FAILED_PRECONDITION  EXPORTER_DEAD, ALLOCATION_FREED, MIG_NO_IPC,
   //                        FOREIGN_NAMESPACE (another pid namespace, and it
   //                        cannot be opened from here), OWN_EXPORT
+  //   INVALID_ARGUMENT     PAST_ALLOCATION: it is shorter than was said
   //   UNAVAILABLE          PROBE_FAILED: opened, and it is other memory
   absl::StatusOr<std::shared_ptr<const ImportedAllocation>> Acquire(
       const DeviceHandle& handle, bool writable);

@@ -1,8 +1,10 @@
 #include "transport/host/foreign_memory.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 
 #include <cerrno>
 
@@ -80,6 +82,81 @@ absl::StatusOr<UniqueFd> OpenPosixShm(const std::string& name, bool writable) {
                         absl::StrCat("cannot open ", name,
                                      "; do both sides see the same /dev/shm"),
                         errno);
+}
+
+absl::Status CheckIsMemory(int fd, const std::string& name) {
+  struct stat found;
+  struct statfs system;
+  if (fstat(fd, &found) != 0 || fstatfs(fd, &system) != 0) {
+    return MakeErrnoError(absl::StatusCode::kInvalidArgument, "NOT_MEMORY",
+                          absl::StrCat("cannot look at ", name), errno);
+  }
+  if (S_ISREG(found.st_mode) && system.f_type == TMPFS_MAGIC) {
+    return absl::OkStatus();
+  }
+  const char* what = !S_ISREG(found.st_mode) ? "is no file"
+                     : system.f_type == HUGETLBFS_MAGIC
+                         ? "is of huge pages"
+                         : "is a file on a disk";
+  return MakeError(absl::StatusCode::kInvalidArgument, "NOT_MEMORY",
+                   absl::StrCat(name, " ", what,
+                                ": give shared memory (memfd_create, shm_open, "
+                                "a file on tmpfs), or place the tensors in an "
+                                "arena"));
+}
+
+absl::StatusOr<UniqueFd> OpenProcessFile(pid_t process, int fd, uint64_t device,
+                                         uint64_t inode) {
+  const std::string name = absl::StrCat("/proc/", process, "/fd/", fd);
+  struct stat found;
+  // Looked at first: opening a pipe or a device is not without effects.
+  if (process <= 0 || fd < 0 || stat(name.c_str(), &found) != 0) {
+    if (process > 0 && fd >= 0 && (errno == EACCES || errno == EPERM)) {
+      return MakeErrnoError(absl::StatusCode::kPermissionDenied,
+                            "SEGMENT_DENIED",
+                            absl::StrCat("cannot look at ", name,
+                                         ": a daemon that is not root's "
+                                         "opens files of its own user's "
+                                         "processes"),
+                            errno);
+    }
+    return MakeError(absl::StatusCode::kNotFound, "SEGMENT_UNKNOWN",
+                     absl::StrCat("there is no ", name,
+                                  " here; do both sides see the same "
+                                  "processes (one pid namespace)"));
+  }
+  const auto is_meant = [&] {
+    return static_cast<uint64_t>(found.st_dev) == device &&
+           static_cast<uint64_t>(found.st_ino) == inode;
+  };
+  const auto another = [&] {
+    return MakeError(absl::StatusCode::kNotFound, "SEGMENT_UNKNOWN",
+                     absl::StrCat(name,
+                                  " is another file here than the one that is "
+                                  "meant; do both sides see the same "
+                                  "processes (one pid namespace)"));
+  };
+  if (!is_meant()) return another();
+  if (!S_ISREG(found.st_mode)) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "NOT_MEMORY",
+                     absl::StrCat(name, " is no file: give shared memory"));
+  }
+  UniqueFd opened(
+      open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  if (!opened.valid()) {
+    if (errno == EACCES || errno == EPERM) {
+      return MakeErrnoError(absl::StatusCode::kPermissionDenied,
+                            "SEGMENT_DENIED", absl::StrCat("cannot open ", name),
+                            errno);
+    }
+    return MakeErrnoError(absl::StatusCode::kNotFound, "SEGMENT_UNKNOWN",
+                          absl::StrCat("cannot open ", name), errno);
+  }
+  // The number may have been given to another file meanwhile.
+  if (fstat(opened.get(), &found) != 0 || !is_meant()) return another();
+  const absl::Status memory = CheckIsMemory(opened.get(), name);
+  if (!memory.ok()) return memory;
+  return opened;
 }
 
 absl::Status CheckOwner(const UniqueFd& fd, const std::string& name, uid_t uid,

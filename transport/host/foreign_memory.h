@@ -52,6 +52,19 @@ class ForeignMemory {
 // (BAD_SEGMENT_NAME).
 absl::StatusOr<UniqueFd> OpenPosixShm(const std::string& name, bool writable);
 
+// Opens, for reading, a file that another process of this pid namespace has
+// open as `fd`: a memfd, or one that was unlinked. `device` and `inode` are
+// what that process knows it by. NOT_FOUND (SEGMENT_UNKNOWN: no such process or
+// descriptor, or another file), PERMISSION_DENIED (SEGMENT_DENIED), and those
+// of CheckIsMemory.
+absl::StatusOr<UniqueFd> OpenProcessFile(pid_t process, int fd, uint64_t device,
+                                         uint64_t inode);
+
+// Whether the file's pages are memory and nothing else: reading it must not
+// wait for a disk, and a file on one is somebody's data. INVALID_ARGUMENT
+// (NOT_MEMORY).
+absl::Status CheckIsMemory(int fd, const std::string& name);
+
 // Whether a process of this user and group may read the memory by itself: what
 // a daemon of another user opens for it must not be more than that. OK for
 // root. PERMISSION_DENIED (SEGMENT_DENIED).

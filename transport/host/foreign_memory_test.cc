@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <string>
@@ -69,6 +70,71 @@ TEST_F(ForeignMemoryTest, Names) {
     EXPECT_EQ(ReasonOf(OpenPosixShm(name, false).status()), "BAD_SEGMENT_NAME")
         << name;
   }
+}
+
+std::string OpenReason(pid_t process, const UniqueFd& fd, int inode_shift = 0) {
+  struct stat found = {};
+  fstat(fd.get(), &found);
+  return ReasonOf(OpenProcessFile(process, fd.get(), found.st_dev,
+                                  found.st_ino + inode_shift)
+                      .status());
+}
+
+TEST_F(ForeignMemoryTest, FilesThatAProcessHasOpen) {
+  // Of a child: what it has open is not ours by accident.
+  UniqueFd mine(memfd_create("weights", 0));
+  ASSERT_EQ(ftruncate(mine.get(), 8192), 0);
+  ASSERT_EQ(pwrite(mine.get(), "weights", 7, 4096), 7);
+  int hold[2];
+  ASSERT_EQ(pipe(hold), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    close(hold[1]);
+    char byte;
+    _exit(read(hold[0], &byte, 1) == 0 ? 0 : 1);
+  }
+  close(hold[0]);
+  struct stat found;
+  ASSERT_EQ(fstat(mine.get(), &found), 0);
+  const int number = mine.get();
+  mine.reset();
+  const auto opened =
+      OpenProcessFile(child, number, found.st_dev, found.st_ino);
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const auto memory = ForeignMemory::Map(*opened, 0, 8192, /*writable=*/false);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  EXPECT_EQ(std::string((*memory)->data() + 4096, 7), "weights");
+
+  // Unlinked shared memory.
+  shm_unlink(name_.c_str());
+  EXPECT_EQ(OpenReason(child, owner_), "");
+  // Another file under that number: this process is another one there.
+  EXPECT_EQ(OpenReason(child, owner_, 1), "SEGMENT_UNKNOWN");
+  EXPECT_EQ(ReasonOf(OpenProcessFile(child, 9999, 1, 1).status()),
+            "SEGMENT_UNKNOWN");
+  EXPECT_EQ(ReasonOf(OpenProcessFile(child, -1, 1, 1).status()),
+            "SEGMENT_UNKNOWN");
+  EXPECT_EQ(ReasonOf(OpenProcessFile(0, number, 1, 1).status()),
+            "SEGMENT_UNKNOWN");
+  close(hold[1]);
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(
+      ReasonOf(
+          OpenProcessFile(child, number, found.st_dev, found.st_ino).status()),
+      "SEGMENT_UNKNOWN");
+}
+
+TEST_F(ForeignMemoryTest, FilesThatAreNoMemory) {
+  UniqueFd disk(open("/proc/self/exe", O_RDONLY));
+  EXPECT_EQ(OpenReason(getpid(), disk), "NOT_MEMORY");
+  UniqueFd device(open("/dev/null", O_RDONLY));
+  EXPECT_EQ(OpenReason(getpid(), device), "NOT_MEMORY");
+  // Opening one to look at it would wait for a writer, or wake one.
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  EXPECT_EQ(OpenReason(getpid(), UniqueFd(ends[0])), "NOT_MEMORY");
+  EXPECT_EQ(OpenReason(getpid(), UniqueFd(ends[1])), "NOT_MEMORY");
 }
 
 // What the kernel would let a process of that user do, whoever asks.

@@ -36,7 +36,7 @@ from .errors import (
     UnimplementedError,
     WeightsyncError,
 )
-from .gate import Gate
+from .gate import Gate, GatePart
 from .tensors import Component, Shard
 from .trainer import Progress, Publication, Result, Trainer
 from .worker import Applied, Installed, PauseRequest, Replica, ResumeInfo, Worker
@@ -64,6 +64,7 @@ __all__ = [
     "DeliveryPolicy",
     "FailedPreconditionError",
     "Gate",
+    "GatePart",
     "Installed",
     "InstalledState",
     "InvalidArgumentError",

@@ -8,9 +8,11 @@ TRAINER and ENGINE are each a safetensors file, a model.safetensors.index.json (
   [{"rename": ["^transformer\\.h\\.", "model.layers."]},
    {"drop": "inv_freq$"},
    {"split": {"pattern": "qkv_proj", "names": ["q_proj", "k_proj", "v_proj"], "sizes": [4096, 1024, 1024]}},
+   {"split_qkv": {"pattern": "qkv_proj", "heads": 32, "kv_heads": 8, "head_dim": 128}},
+   {"split_gate_up": "gate_up_proj"},
    {"fuse": {"pattern": "(gate|up)_proj", "parts": ["gate", "up"], "name": "gate_up_proj", "sizes": [8, 8]}}]
 
-Prints old and new name of every tensor, then names that only one side has and those whose shape or type differs.
+`weightsyncctl names` does the same without Python. Prints old and new name of every tensor, then names that only one side has and those whose shape or type differs.
 Exit code: 0 when nothing is left over and nothing differs, 1 otherwise, 2 when something is wrong.
 """
 
@@ -46,10 +48,13 @@ def read_header(path: pathlib.Path) -> Dict[str, Entry]:
             raise invalid("FILE_INVALID", f"{path} is no safetensors file.")
         try:
             header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            # In the order of their data; what has no elements is not moved.
+            ordered = sorted(header.items(), key=lambda item: (*item[1]["data_offsets"], item[0]))
             return {
                 name: (tuple(entry["shape"]), DType["F8_E4M3" if entry["dtype"] == "F8_E4M3FN" else entry["dtype"]])
-                for name, entry in header.items()
-                if name != "__metadata__"
+                for name, entry in ordered
+                if 0 not in entry["shape"]
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise invalid("FILE_INVALID", f"{path}: its header cannot be read ({error!r}).") from None
@@ -72,16 +77,54 @@ def read(source: str, address: Optional[str]) -> Dict[str, Entry]:
     return merged
 
 
+# Kind of rule -> what makes it, and the kinds of what it takes, in their order.
+_KINDS: Dict[str, Tuple[Any, Dict[str, str]]] = {
+    "rename": (names.Rename, dict(pattern="text", replacement="text")),
+    "drop": (names.Drop, dict(pattern="text")),
+    "split": (names.Split, dict(pattern="text", names="texts", sizes="numbers", groups="number", dim="number")),
+    "split_qkv": (
+        names.split_qkv,
+        dict(pattern="text", heads="number", kv_heads="number", head_dim="number", names="texts", interleaved="flag"),
+    ),
+    "split_gate_up": (names.split_gate_up, dict(pattern="text", names="texts")),
+    "fuse": (
+        names.Fuse,
+        dict(pattern="text", parts="texts", name="text", sizes="numbers", groups="number", dim="number"),
+    ),
+}
+_MOST = {"sizes": 1 << 31, "dim": 8}
+
+
+def _is_number(value: Any, name: str) -> bool:
+    return type(value) is int and abs(value) <= _MOST.get(name, 1 << 20)
+
+
+def _fits(value: Any, kind: str, name: str) -> bool:
+    if kind == "texts":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind == "numbers":
+        return isinstance(value, list) and all(_is_number(item, name) for item in value)
+    if kind == "number":
+        return _is_number(value, name)
+    return isinstance(value, bool if kind == "flag" else str)
+
+
 def make_rule(entry: Any) -> names.Rule:
     """A rule of its JSON."""
-    kinds = {"rename": names.Rename, "drop": names.Drop, "split": names.Split, "fuse": names.Fuse}
-    if not isinstance(entry, dict) or len(entry) != 1 or next(iter(entry)) not in kinds:
-        raise invalid("PATTERN_INVALID", f"{entry!r} is no rule: one of {', '.join(kinds)} and what it takes.")
+    if not isinstance(entry, dict) or len(entry) != 1 or next(iter(entry)) not in _KINDS:
+        raise invalid("PATTERN_INVALID", f"{entry!r} is no rule: one of {', '.join(_KINDS)} and what it takes.")
     kind, given = next(iter(entry.items()))
+    make, takes = _KINDS[kind]
+    if not isinstance(given, dict):
+        listed = given if isinstance(given, list) else [given]
+        if len(listed) > len(takes):
+            raise invalid("PATTERN_INVALID", f"{entry!r} is no rule: it takes {', '.join(takes)}.")
+        given = dict(zip(takes, listed))
+    for name, value in given.items():
+        if name not in takes or not _fits(value, takes[name], name):
+            raise invalid("PATTERN_INVALID", f"{entry!r} is no rule: {name} cannot be {value!r}.")
     try:
-        if isinstance(given, dict):
-            return kinds[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
-        return kinds[kind](*(given if isinstance(given, list) else [given]))
+        return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
     except TypeError as error:
         raise invalid("PATTERN_INVALID", f"{entry!r}: {error}.") from None
 
@@ -109,6 +152,21 @@ def compare(ours: Dict[str, Entry], theirs: Dict[str, Entry], rules: List[names.
     return dict(mapping=mapping, dropped=gone, only_trainer=left, only_engine=right, differ=differ)
 
 
+def render(found: Dict[str, Any]) -> str:
+    """For people."""
+    width = max((len(old) for old, _ in found["mapping"]), default=0)
+    text = "".join(f"{old.ljust(width)}  {new if new != old else '='}\n" for old, new in found["mapping"])
+    for title, key in (
+        ("dropped by a rule", "dropped"),
+        ("only the trainer has", "only_trainer"),
+        ("only the engine has", "only_engine"),
+        ("differ in shape or type (trainer and engine)", "differ"),
+    ):
+        if found[key]:
+            text += f"\n{title}: {len(found[key])}\n" + "".join(f"  {line}\n" for line in found[key])
+    return text
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m weightsync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,27 +181,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     try:
         rules: List[names.Rule] = []
         if arguments.rules:
-            rules = [make_rule(entry) for entry in json.loads(pathlib.Path(arguments.rules).read_text())]
+            listed = json.loads(pathlib.Path(arguments.rules).read_text())
+            if not isinstance(listed, list):
+                raise invalid("PATTERN_INVALID", f"{arguments.rules} is no JSON list of rules.")
+            rules = [make_rule(entry) for entry in listed]
         found = compare(read(arguments.trainer, arguments.address), read(arguments.engine, arguments.address), rules)
     except (WeightsyncError, OSError, ValueError, KeyError) as error:
         print(f"weightsync names: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    else:
-        width = max((len(old) for old, _ in found["mapping"]), default=0)
-        for old, new in found["mapping"]:
-            print(f"{old:{width}}  {new if new != old else '='}")
-        for title, key in (
-            ("dropped by a rule", "dropped"),
-            ("only the trainer has", "only_trainer"),
-            ("only the engine has", "only_engine"),
-            ("differ in shape or type (trainer and engine)", "differ"),
-        ):
-            if found[key]:
-                print(f"\n{title}: {len(found[key])}")
-                for line in found[key]:
-                    print(f"  {line}")
+    print(json.dumps(found, indent=2) if arguments.json else render(found), end="\n" if arguments.json else "")
     return 1 if found["only_trainer"] or found["only_engine"] or found["differ"] else 0
 
 

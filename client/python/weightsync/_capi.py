@@ -16,6 +16,10 @@ from .errors import FailedPreconditionError, WeightsyncError, make_error
 ABI_VERSION = 1
 
 
+# Added to dtype: the address is one of GPU memory of this process.
+ON_GPU = 0x10000
+
+
 class Tensor(ctypes.Structure):
     _fields_ = [
         ("name", c_char_p),
@@ -164,11 +168,26 @@ class Resume(ctypes.Structure):
         ("step", c_int64),
         ("weights_changed", c_int32),
         ("mode", c_int32),
+        ("removed", c_int32),
+    ]
+
+
+class Take(ctypes.Structure):
+    _fields_ = [
+        ("update_id", c_char_p),
+        ("version", c_int64),
+        ("first", c_int32),
+        ("last", c_int32),
+        ("tensors", POINTER(c_int32)),
+        ("tensor_count", c_size_t),
+        ("reader", c_void_p),
     ]
 
 
 MAY_WRITE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 LOAD = ctypes.CFUNCTYPE(None, c_void_p, c_char_p, c_int64, c_void_p)
+TAKE = ctypes.CFUNCTYPE(None, c_void_p, POINTER(Take), c_void_p)
+ON_REMOVE = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 SWAP = ctypes.CFUNCTYPE(None, c_void_p, c_int32, c_char_p, c_void_p)
 ON_WRITING = ctypes.CFUNCTYPE(None, c_void_p, c_char_p)
 ON_APPLIED = ctypes.CFUNCTYPE(None, c_void_p, POINTER(Applied))
@@ -196,6 +215,8 @@ class WorkerOptions(Sized):
         ("on_applied", ON_APPLIED),
         ("register_timeout", c_double),
         ("max_backoff", c_double),
+        ("on_remove", ON_REMOVE),
+        ("take", TAKE),
     ]
 
 
@@ -216,6 +237,7 @@ class ReplicaOptions(Sized):
         ("on_resume", ON_RESUME),
         ("register_timeout", c_double),
         ("max_backoff", c_double),
+        ("removable", c_int32),
     ]
 
 
@@ -249,6 +271,7 @@ _FUNCTIONS = {
     "trainer_node": (None, [c_void_p, c_char * 128]),
     "trainer_close": (None, [c_void_p]),
     "trainer_free": (None, [c_void_p]),
+    "reader_read": (_ERROR, [c_void_p, c_int32, c_void_p, c_int64]),
     "worker_start": (
         _ERROR,
         [POINTER(WorkerOptions), POINTER(Tensor), POINTER(Tensor), c_size_t, POINTER(c_void_p)],
@@ -443,11 +466,11 @@ def int64s(values: Any) -> Any:
 
 
 def tensors(parts: List[Any]) -> Any:
-    """An array of Tensor from objects with name, dtype, shape, offset, extent, strides and address."""
+    """An array of Tensor from objects with name, dtype, shape, offset, extent, strides, address and on_gpu."""
     made = (Tensor * max(len(parts), 1))()
     for slot, part in zip(made, parts):
         slot.name = part.name.encode()
-        slot.dtype = int(part.dtype)
+        slot.dtype = int(part.dtype) | (ON_GPU if part.on_gpu else 0)
         slot.dimensions = len(part.shape)
         slot.shape = int64s(part.shape)
         if part.offset is not None:

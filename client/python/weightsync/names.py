@@ -11,7 +11,8 @@ A list of rules, applied in order, each to what the one before it left:
     trainer.register(module, names=rules)
 
 Patterns are of RE2 (no look-around, no back references in the pattern), searched anywhere in the name;
-`\1` to `\9` in a replacement are the pattern's groups. Each rule is checked when tensors are registered:
+`\1` to `\9` in a replacement are the pattern's groups, `\\` is a backslash. `weightsyncctl names` reads the same
+rules (client/ctl/mapping.h; client/ctl/testdata/names_cases.json holds the two together). Each rule is checked when tensors are registered:
 one that matches nothing is an error (RULE_UNUSED), as are two tensors that end with one name
 (DUPLICATE_NAME) and a tensor that cannot be split as it says (SPLIT_INVALID).
 
@@ -29,7 +30,9 @@ from .errors import invalid
 from .tensors import Part
 
 # What Python's expressions have and RE2's have not.
-_NOT_RE2 = re.compile(r"\(\?(?:[=!]|<[=!]|P=|\()|(?<!\\)(?:\\\\)*\\[1-9]|(?<!\\)[*+?}]\+")
+_NOT_RE2 = re.compile(
+    r"\(\?(?:[=!>#(]|<[=!]|P=|[a-zA-Z-]*[aLux])|(?<!\\)(?:\\\\)*\\[1-9Z]|(?<!\\)[*+?}]\+|\[\[:|\{,\d"
+)
 
 
 class PatternWarning(UserWarning):
@@ -46,6 +49,38 @@ def compile_pattern(pattern: str) -> "re.Pattern[str]":
         raise invalid("PATTERN_INVALID", f"{pattern!r}: {error}.") from None
 
 
+def _check_template(pattern: str, text: str) -> None:
+    """`text` takes the place of a match: \\1 to \\9, \\\\, and nothing else behind a backslash."""
+    groups = compile_pattern(pattern).groups
+    for escaped in re.findall(r"\\(.?)", text, re.DOTALL):
+        if escaped == "\\":
+            continue
+        if not escaped or escaped not in "123456789":
+            raise invalid("PATTERN_INVALID", f"{text!r}: a backslash stands before a group, 1 to 9, or another one.")
+        if int(escaped) > groups:
+            raise invalid("PATTERN_INVALID", f"{text!r}: {pattern!r} has no group {escaped}.")
+
+
+def _expand(text: str, match: "re.Match[str]") -> str:
+    return re.sub(r"\\(.)", lambda m: m[1] if m[1] == "\\" else match[int(m[1])] or "", text, flags=re.DOTALL)
+
+
+def _substitute(pattern: "re.Pattern[str]", text: str, name: str) -> str:
+    """Every match. Written out, so that both languages agree about empty ones."""
+    out = ""
+    at = 0
+    while at <= len(name):
+        match = pattern.search(name, at)
+        if match is None:
+            break
+        out += name[at : match.start()] + _expand(text, match)
+        at = match.end()
+        if match.start() == match.end():
+            out += name[at : at + 1]
+            at += 1
+    return out + name[at:]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rename:
     """Replaces every match of `pattern` in a name."""
@@ -54,10 +89,7 @@ class Rename:
     replacement: str
 
     def __post_init__(self) -> None:
-        groups = compile_pattern(self.pattern).groups
-        for group in re.findall(r"\\(\d)", self.replacement):
-            if int(group) > groups:
-                raise invalid("PATTERN_INVALID", f"{self.replacement!r}: {self.pattern!r} has no group {group}.")
+        _check_template(self.pattern, self.replacement)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +129,8 @@ class Split:
 
     def __post_init__(self) -> None:
         compile_pattern(self.pattern)
+        for name in self.names:
+            _check_template(self.pattern, name)
         if self.groups < 1 or not self.names or (self.sizes and len(self.sizes) != len(self.names)):
             raise invalid("SPLIT_INVALID", f"{self.pattern!r}: give each of {self.names} its rows.")
         if any(size < 1 for size in self.sizes):
@@ -134,7 +168,7 @@ def split_qkv(
     all keys, all values.
     """
     kv_heads = kv_heads or heads
-    if heads < 1 or head_dim < 1 or heads % kv_heads:
+    if heads < 1 or head_dim < 1 or kv_heads < 1 or heads % kv_heads:
         raise invalid("SPLIT_INVALID", f"{pattern!r}: {heads} heads of {head_dim} with {kv_heads} key/value heads.")
     if interleaved:
         sizes = (heads // kv_heads * head_dim, head_dim, head_dim)
@@ -165,8 +199,11 @@ class Fuse:
     def __post_init__(self) -> None:
         if compile_pattern(self.pattern).groups < 1:
             raise invalid("PATTERN_INVALID", f"{self.pattern!r}: its first group says which part a tensor is.")
-        if len(self.sizes) != len(self.parts):
+        _check_template(self.pattern, self.name)
+        if self.groups < 1 or not self.parts or len(self.sizes) != len(self.parts):
             raise invalid("SPLIT_INVALID", f"{self.pattern!r}: give each of {self.parts} its rows.")
+        if any(size < 1 for size in self.sizes):
+            raise invalid("SPLIT_INVALID", f"{self.pattern!r}: sizes are at least 1.")
 
 
 Rule = Union[Rename, Drop, Split, Fuse, Tuple[str, str]]
@@ -187,7 +224,7 @@ def apply(rules: Sequence[Rule], parts: Sequence[Part]) -> List[Part]:
                 continue
             used = True
             if isinstance(rule, Rename):
-                after.append(dataclasses.replace(part, name=pattern.sub(rule.replacement, part.name)))
+                after.append(dataclasses.replace(part, name=_substitute(pattern, rule.replacement, part.name)))
             elif isinstance(rule, Split):
                 after += _split(rule, pattern, part)
             elif isinstance(rule, Fuse):
@@ -230,7 +267,7 @@ def _split(rule: Split, pattern: "re.Pattern[str]", part: Part) -> List[Part]:
         shape = _with(part.shape, dim, rows[piece.index])
         found.append(
             Part(
-                pattern.sub(rule.names[piece.index], part.name),
+                _substitute(pattern, rule.names[piece.index], part.name),
                 part.dtype,
                 shape,
                 _with(box, dim, piece.at + start - piece.start),
@@ -259,7 +296,7 @@ def _fuse(rule: Fuse, pattern: "re.Pattern[str]", part: Part) -> List[Part]:
     size = rule.sizes[index]
     box = part.offset or tuple([0] * len(part.shape))
     extent = part.box_extent
-    name = part.name[: match.start()] + match.expand(rule.name) + part.name[match.end() :]
+    name = part.name[: match.start()] + _expand(rule.name, match) + part.name[match.end() :]
     found: List[Part] = []
     for group in range(rule.groups):
         start = max(group * size, box[dim])

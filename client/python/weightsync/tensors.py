@@ -131,9 +131,14 @@ class Part:
     def on_device(self) -> bool:
         return not isinstance(self.array, numpy.ndarray) and self.array.device.type != "cpu"
 
+    @property
+    def on_gpu(self) -> bool:
+        """On a GPU whose memory the library knows."""
+        return self.on_device() and self.array.device.type == "cuda"
+
     def in_place(self) -> bool:
         """The memory is this process's own, and holds elements of the part's type at whole strides."""
-        if self.on_device() or self.stored_dtype() != self.dtype:
+        if (self.on_device() and not self.on_gpu) or self.stored_dtype() != self.dtype:
             return False
         if isinstance(self.array, numpy.ndarray):
             return all(s >= 0 and s % self.array.itemsize == 0 for s in self.array.strides)

@@ -6,7 +6,8 @@ import ctypes
 import dataclasses
 import threading
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+import warnings
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Union
 
 import numpy
 
@@ -22,7 +23,7 @@ from .enums import (
     UpdateMode,
     pick,
 )
-from .errors import FailedPreconditionError, UnimplementedError, invalid
+from .errors import FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
 from .shared import SharedMappings
 
 _ALIGNMENT = 64
@@ -157,6 +158,7 @@ class _Shard:
     strides: Optional[Tuple[int, ...]]
     address: int
     component: str
+    on_gpu: bool = False
     # Where the part is copied before each publish; None when it lies where the daemon reads it.
     target: Optional[numpy.ndarray] = None
 
@@ -183,11 +185,15 @@ class Trainer:
 
     Tensors: torch on the CPU (parameters of any strides, DTensors, FSDP modules of both versions, CPU-offloaded
     ones) and numpy; bf16 and fp8 of numpy with ml_dtypes. What lies in shared memory that the daemon can open
-    (memory of this object, see `share`, or POSIX shared memory that has its name) is read from there; the
-    rest is copied, once a publish, into memory of this object, and cast on the way where `dtype` says so.
+    is read from there: memory of this object (see `share`), POSIX shared memory that has its name, and memory
+    without one of which this process has a descriptor open (what torch shares by default, memfds; the daemon
+    opens it by way of /proc, so both must be in one pid namespace). The rest is copied, once a publish, into
+    memory of this object, and cast on the way where `dtype` says so.
 
-    CUDA tensors: this build moves host memory: they are refused (CUDA_MEMORY) unless `bounce` says to copy
-    them through the host.
+    CUDA tensors are read where they lie, by CUDA IPC, where the daemon runs with --memory=cuda; a publish waits
+    for what this process has given their GPUs to do. What cannot be exported is refused by name
+    (NOT_EXPORTABLE: expandable_segments), as is a cast on the GPU, or another kind of device (CUDA_MEMORY);
+    `bounce` copies them through the host instead.
 
     Args:
       model: its name, 1 to 63 of [a-z0-9._-].
@@ -196,7 +202,7 @@ class Trainer:
       dtype: in which type floating-point tensors are moved, for example torch.bfloat16 for fp32 masters;
         or a dict of names (of the engine) to types; or a function of the name.
       tied: "first": of names for one tensor only the first is moved; "keep": all of them, each by itself.
-      bounce: copy CUDA tensors through host memory.
+      bounce: copy tensors on GPUs through host memory, in this process.
       update: how versions travel, where publish() does not say it: "network", "disk" (by way of a checkpoint
         below the daemons' --checkpoint_root), "network_or_disk" (disk when no group can be made). None: what
         the coordinator's --update says.
@@ -239,6 +245,10 @@ class Trainer:
         self._layout: Optional[List[Tuple[Any, ...]]] = None
         self._shards: List[_Shard] = []
         self._arenas: List[_Arena] = []
+        # Where shared memory begins that the library was told of; whether some has no name, and may have none.
+        self._named: Set[int] = set()
+        self._files_named = False
+        self._open_files = True
         # Of these, the ones that parts are copied into.
         self._copies: List[_Arena] = []
         # Names that were left out because they are another name for a tensor.
@@ -284,18 +294,22 @@ class Trainer:
 
     def _parts(self, weights: tensors.Weights) -> List[tensors.Part]:
         parts = tensors.all_parts(weights)
-        if not self._bounce:
-            for part in parts:
-                if part.on_device():
-                    raise UnimplementedError(
-                        "CUDA_MEMORY",
-                        f"{part.name} is on {part.array.device}, and this build moves host memory: pass "
-                        "bounce=True to have it copied through the host, or give tensors of the CPU.",
-                    )
         if self._tied == "first":
             parts, self.tied_names = tensors.drop_tied(parts)
         parts = name_rules.apply(self._rules, parts)
         tensors.cast(parts, self._dtype)
+        for part in parts:
+            if part.on_device() and not part.in_place() and not self._bounce:
+                why = (
+                    f"and is not moved as {part.dtype.name} from there"
+                    if part.on_gpu
+                    else "which is no kind of memory that can be read from here"
+                )
+                raise UnimplementedError(
+                    "CUDA_MEMORY",
+                    f"{part.name} is on {part.array.device}, {why}: pass bounce=True to have it copied (and "
+                    "cast) through the host.",
+                )
         return parts
 
     def _allocate(self, size: int, timeout: float) -> _Arena:
@@ -340,11 +354,29 @@ class Trainer:
             at += _aligned(tensor.nbytes)
 
     def _register(self, parts: List[tensors.Part], timeout: float) -> None:
-        shared = SharedMappings()
+        try:
+            self._register_once(parts, timeout)
+        except WeightsyncError as error:
+            if not self._files_named or error.reason not in ("MEMORY_UNKNOWN", "MEMORY_DENIED"):
+                raise
+            # The daemon is of another user or does not see this process: what has a name or is copied works.
+            warnings.warn(
+                f"Shared memory without a name is copied at each publish: {error.message}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._open_files = False
+            self._register_once(parts, timeout)
+
+    def _register_once(self, parts: List[tensors.Part], timeout: float) -> None:
+        shared = SharedMappings(self._open_files)
+        named_before, self._named = self._named, set()
+        self._files_named = False
         shards: List[_Shard] = []
         copied: List[Tuple[_Shard, tensors.Part]] = []
         for part in parts:
-            direct = part.in_place() and self._readable(part, shared)
+            on_gpu = part.on_gpu and not self._bounce
+            direct = part.in_place() and (on_gpu if part.on_device() else self._readable(part, shared))
             shard = _Shard(
                 part.name,
                 int(part.dtype),
@@ -354,10 +386,14 @@ class Trainer:
                 part.strides if direct else None,
                 part.address if direct else 0,
                 part.component,
+                on_gpu and direct,
             )
             shards.append(shard)
             if not direct:
                 copied.append((shard, part))
+        # What has no name would be kept alive for nothing.
+        for start in named_before - self._named:
+            self._handle.call("forget_shared_memory", start)
         self._place(copied, timeout)
         registered = _capi.Registered()
         self._handle.check(
@@ -373,10 +409,13 @@ class Trainer:
         found = shared.find(part.address, part.span_bytes())
         if found is None:
             return False
-        memory = _capi.SharedMemory(
-            name=found.name.encode(), fd=-1, data=found.start, size_bytes=found.size
-        )
-        self._handle.check("use_shared_memory", ctypes.byref(memory))
+        if found.start not in self._named:
+            memory = _capi.SharedMemory(
+                name=found.name.encode() or None, fd=found.fd, data=found.start, size_bytes=found.size
+            )
+            self._handle.check("use_shared_memory", ctypes.byref(memory))
+            self._named.add(found.start)
+        self._files_named = self._files_named or not found.name
         return True
 
     def _place(self, copied: List[Tuple[_Shard, tensors.Part]], timeout: float) -> None:

@@ -16,8 +16,7 @@ import numpy
 from . import _capi, names as name_rules, tensors
 from .enums import DType, InstalledState, PauseMode
 from .errors import DeadlineExceededError, FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
-
-_ALIGNMENT = 64
+from .loads import Loads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +44,8 @@ class ResumeInfo:
     weights_changed: bool
     # How the pause before it was asked for: with KEEP, frozen requests go on.
     mode: PauseMode
+    # The model, an adapter, was removed: generate without it.
+    removed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,10 @@ class Replica:
         to people ("drained 3 requests"). After an error the engine counts as neither paused nor running.
       on_resume: generates again. Where `weights_changed`, caches made with older weights must go first.
       on_version: called before on_resume when the weights are others than before.
+      on_remove: the engine can go on without the model, an adapter, which may so be removed
+        (`weightsyncctl remove`): called before on_resume when it was; drops what the engine made of it. The
+        next version that is published brings the model back.
+      removable: the same, without a hook.
       incarnation: the same for the replica and its workers, another after every start of the engine. None:
         made up here.
       partial: its workers may leave parameters of the model out.
@@ -151,6 +156,8 @@ class Replica:
         on_pause: Optional[PauseHook] = None,
         on_resume: Optional[ResumeHook] = None,
         on_version: Optional[ResumeHook] = None,
+        on_remove: Optional[ResumeHook] = None,
+        removable: bool = False,
         incarnation: Optional[str] = None,
         partial: bool = False,
         atomic_swap: bool = False,
@@ -168,6 +175,7 @@ class Replica:
         self._on_pause = on_pause
         self._on_resume = on_resume
         self._on_version = on_version
+        self._on_remove = on_remove
         self._hooks = _Loop(loop)
         self._resume_timeout = resume_timeout
         self._served: Tuple[str, int] = ("", 0)
@@ -186,6 +194,7 @@ class Replica:
             on_pause=pause,
             on_resume=resume,
             register_timeout=register_timeout,
+            removable=removable or on_remove is not None,
         )
         self._handle = _capi.start("replica", "start", ctypes.byref(options), keep=(pause, resume))
 
@@ -208,7 +217,10 @@ class Replica:
             found.step,
             bool(found.weights_changed),
             PauseMode(found.mode or PauseMode.DRAIN),
+            bool(found.removed),
         )
+        if info.removed and self._on_remove is not None:
+            self._hooks.wait(self._on_remove(info), self._resume_timeout)
         if self._on_version is not None and info.update_id and info.update_id != self._served[0]:
             self._hooks.wait(self._on_version(info), self._resume_timeout)
         if self._on_resume is not None:
@@ -272,9 +284,10 @@ class Worker:
 
     `load(name, tensor)` is called for every parameter of an update, while the replica is paused, and may
     return a future (of concurrent.futures, or an awaitable) that ends when the engine has taken it; the update
-    counts as installed when all have. The tensor is a view that may be used until then. What it raises
-    leaves a mix: the update is applied again, and the replica stays paused until one is whole. Each load
-    worker keeps a second copy of what it takes.
+    counts as installed when all have. The tensor may be used until then; its memory is used again for the next
+    ones. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
+    whole. The model is not held once more: tensors come one by one, as many at a time as `load_buffer_bytes`
+    holds (at least one); those that the engine has not taken yet are waited for.
 
     With hooks, or without any replica of that name elsewhere, a worker alone is its own replica; where an
     engine has several, make a Replica, and its workers with `index` (in other processes also `workers`,
@@ -285,19 +298,24 @@ class Worker:
         asked for at the daemon for up to `catalog_timeout` seconds.
       load: see above. `views`: "numpy" or "torch".
       load_weights: the same for loaders that take everything at once: called once per update with an iterable of
-        (name, tensor); may return a future.
+        (name, tensor), each of which may be used until the next one is asked for; may return a future. Tensors
+        are read as they are asked for. An update by STREAM is gathered first: it takes memory for all of them.
+      load_buffer_bytes: of tensors that were handed to `load` and not taken yet.
       index, workers, incarnation: of a replica of several workers.
       names: rules from the engine's names to the model's (weightsync.names).
       policy: "strict": the daemon refuses a worker that wants what the trainers do not have
         (PARAMETER_UNKNOWN), and a replica that leaves something out (REPLICA_INCOMPLETE). "warn": both are
         allowed, with a warning; needs the trainers to be there.
-      bounce: fill CUDA tensors through host memory; without it they are refused (CUDA_MEMORY).
+      bounce: fill tensors on GPUs through host memory of this process. Without it CUDA tensors are filled where
+        they are, and other devices refused (CUDA_MEMORY).
       spare, swap: a second set of tensors; updates are written into the set that does not serve, and
         `swap(set, update_id)` says which one holds a whole update now (see client/cc/worker.h). For updates
         with pause_mode "none".
       may_write: raises where the memory is not there now (starting, asleep).
       on_applied: called after every attempt, with an Applied; must return soon.
-      on_pause, on_resume, on_version, partial, loop: as of Replica.
+      on_remove: of a worker alone as of Replica. Of one of several: called in it, while the replica is paused,
+        before its Replica is resumed; the Replica must be `removable`.
+      on_pause, on_resume, on_version, removable, partial, loop: as of Replica.
     """
 
     def __init__(
@@ -323,9 +341,12 @@ class Worker:
         on_pause: Optional[PauseHook] = None,
         on_resume: Optional[ResumeHook] = None,
         on_version: Optional[ResumeHook] = None,
+        on_remove: Optional[Callable[..., Any]] = None,
+        removable: bool = False,
         partial: bool = False,
         client: str = "",
         loop: Optional[asyncio.AbstractEventLoop] = None,
+        load_buffer_bytes: int = 256 << 20,
         copy_threads: int = 0,
         load_timeout: float = 120.0,
         catalog_timeout: float = 60.0,
@@ -341,7 +362,7 @@ class Worker:
                 "INCARNATION_MISSING",
                 f"A replica of {workers} workers: make a Replica, and give each worker its incarnation.",
             )
-        if not alone and (on_pause or on_resume or on_version):
+        if not alone and (on_pause or on_resume or on_version or removable):
             raise invalid("HOOKS_MISPLACED", "Hooks of a replica of several workers belong to the Replica.")
         self.model = model
         self.index = index
@@ -351,9 +372,10 @@ class Worker:
         if load is not None and load_weights is not None:
             raise invalid("OPTION_UNKNOWN", "Give load or load_weights, not both.")
         self._load_weights = load_weights
-        self._load = load if load_weights is None else (lambda _name, view: view)
+        self._load = load if load_weights is None else (lambda _name, _view: None)
         self._load_timeout = load_timeout
-        self._loading: List[Tuple[str, Any]] = []
+        self._loads: Optional[Loads] = None
+        self._on_remove = on_remove
         self._on_applied = on_applied
         self._swap = swap
         self._may_write = may_write
@@ -362,18 +384,22 @@ class Worker:
         catalog: Optional[Dict[str, Any]] = None
         if policy == "warn" or (self._load is not None and weights is None):
             catalog = self._catalog(catalog_timeout)
-        parts = self._targets(weights, catalog, views, names, bounce)
+        parts = self._targets(weights, catalog, views, names, bounce, load_buffer_bytes)
         if policy == "warn":
             assert catalog is not None
             parts = self._agree(parts, catalog)
             partial = True
+        if self._loads is not None:
+            parts = self._loads.registered(parts)
         spares = None if spare is None else name_rules.apply(names, tensors.all_parts(spare))
-        for part in [*parts, *(spares or ())]:
+        for part in [*([] if self._loads is not None else parts), *(spares or ())]:
             self._check(part)
 
         callbacks: Dict[str, Any] = {"on_applied": _capi.ON_APPLIED(self._applied)}
-        if self._loading:
-            callbacks["load"] = _capi.LOAD(_capi.guarded(self._load_all))
+        if self._loads is not None:
+            callbacks["take"] = _capi.TAKE(_capi.guarded(self._take))
+        if on_remove is not None and not alone:
+            callbacks["on_remove"] = _capi.ON_REMOVE(_capi.guarded(self._removed))
         if swap is not None:
             callbacks["swap"] = _capi.SWAP(_capi.guarded(self._swapped))
         if may_write is not None:
@@ -408,6 +434,8 @@ class Worker:
                     on_pause=on_pause,
                     on_resume=on_resume,
                     on_version=on_version,
+                    on_remove=on_remove,
+                    removable=removable,
                     incarnation=self.incarnation,
                     partial=partial,
                     atomic_swap=spare is not None,
@@ -450,8 +478,9 @@ class Worker:
         views: Optional[str],
         names: Sequence[name_rules.Rule],
         bounce: bool,
+        buffer_bytes: int,
     ) -> List[tensors.Part]:
-        """What the library fills: the engine's tensors, or memory from which they are loaded."""
+        """What the library fills: the engine's tensors, or what is handed to it one by one."""
         if self._load is None:
             if weights is None:
                 raise invalid("TENSOR_UNKNOWN", "A worker needs tensors to fill, or a load callback.")
@@ -460,18 +489,21 @@ class Worker:
             if not any(part.on_device() for part in parts):
                 return parts
             if not bounce:
-                device = next(part for part in parts if part.on_device())
+                device = next((part for part in parts if part.on_device() and not part.on_gpu), None)
+                if device is None:
+                    return parts
                 raise UnimplementedError(
                     "CUDA_MEMORY",
-                    f"{device.name} is on {device.array.device}, and this build fills host memory: pass "
-                    "bounce=True to have it filled through the host.",
+                    f"{device.name} is on {device.array.device}, which is no kind of memory that can be "
+                    "filled from here: pass bounce=True to have it filled through the host.",
                 )
             targets = {(part.name, part.offset): part.array for part in parts}
 
             def fill(part: tensors.Part, view: Any) -> None:
                 targets[part.name, part.offset].copy_(view)
 
-            return self._staged(parts, "torch", fill)
+            self._loads = Loads(parts, "torch", fill, None, buffer_bytes)
+            return self._loads.parts(())
         load = self._load
         if weights is None:
             assert catalog is not None
@@ -491,34 +523,8 @@ class Worker:
             )
         if views is None:
             views = "torch" if tensors.torch() is not None else "numpy"
-        # Rules work on arrays: they come with the staging.
-        return self._staged(parts, views, lambda part, view: load(part.name, view), names)
-
-    def _staged(
-        self,
-        parts: List[tensors.Part],
-        views: str,
-        load: Callable[[tensors.Part, Any], Any],
-        names: Sequence[name_rules.Rule] = (),
-    ) -> List[tensors.Part]:
-        """Memory for `parts`, and how each goes from there to the engine."""
-        sizes = [-(-part.size_bytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
-        memory = numpy.empty(sum(sizes) + _ALIGNMENT, dtype=numpy.uint8)
-        at = -memory.__array_interface__["data"][0] % _ALIGNMENT
-        staged = []
-        for part, size in zip(parts, sizes):
-            flat = memory[at : at + part.size_bytes]
-            array: Any
-            if views == "torch":
-                import torch
-
-                array = torch.from_numpy(flat).view(tensors.torch_dtype(part.dtype)).view(part.box_extent)
-            else:
-                array = flat.view(tensors.numpy_dtype(part.dtype)).reshape(part.box_extent)
-            self._loading.append((part.name, lambda part=part, array=array: load(part, array)))
-            staged.append(dataclasses.replace(part, array=array))
-            at += size
-        return name_rules.apply(names, staged)
+        self._loads = Loads(parts, views, lambda part, view: load(part.name, view), self._load_weights, buffer_bytes)
+        return self._loads.parts(names)
 
     def _agree(self, parts: List[tensors.Part], catalog: Dict[str, Any]) -> List[tensors.Part]:
         """policy="warn": without what the trainers do not have."""
@@ -538,7 +544,6 @@ class Worker:
                 stacklevel=3,
             )
         gone = set(missing)
-        self._loading = [(name, call) for name, call in self._loading if name not in gone]
         return [part for part in parts if part.name not in gone]
 
     @staticmethod
@@ -554,22 +559,13 @@ class Worker:
 
     # ---- Callbacks ----
 
-    def _load_all(self, _update_id: bytes, _version: int, _answer: int) -> None:
-        deadline = time.monotonic() + self._load_timeout
-        pending = []
-        if self._load_weights is not None:
-            pending.append(("the weights", self._load_weights((name, call()) for name, call in self._loading)))
-        for name, call in self._loading if self._load_weights is None else ():
-            result = call()
-            if result is not None:
-                pending.append((name, result))
-        for name, result in pending:
-            try:
-                self._hooks.wait(result, max(deadline - time.monotonic(), 0.0))
-            except DeadlineExceededError:
-                raise DeadlineExceededError(
-                    "LOAD_TIMEOUT", f"The engine has not taken {name} in {self._load_timeout:.0f} s."
-                ) from None
+    def _take(self, given: Any, _answer: int) -> None:
+        assert self._loads is not None
+        self._loads.take(given.contents, self._hooks.wait, self._load_timeout)
+
+    def _removed(self, _answer: int) -> None:
+        assert self._on_remove is not None
+        self._hooks.wait(self._on_remove(), self._load_timeout)
 
     def _swapped(self, number: int, update_id: bytes, _answer: int) -> None:
         assert self._swap is not None

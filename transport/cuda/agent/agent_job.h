@@ -60,6 +60,14 @@ struct AgentPart {
   int64_t bytes = 0;
 };
 
+// A GPU that an agent sees.
+struct AgentDevice {
+  std::string uuid;
+  std::string name;
+  int64_t total_bytes = 0;
+  bool mig = false;
+};
+
 struct AgentConfig {
   std::string device_uuid;  // empty: the only one
   int32_t slots = 3;
@@ -84,6 +92,9 @@ struct AgentUsage {
   int64_t free_bytes = 0;  // of the whole GPU
   int64_t total_bytes = 0;
   int64_t imports = 0;
+  // Of channels over NCCL: their staging, and by how much less was free when
+  // their communicators had been made.
+  int64_t nccl_bytes = 0;
 };
 
 }  // namespace cuda

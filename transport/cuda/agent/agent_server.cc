@@ -34,6 +34,7 @@ namespace cuda {
 namespace {
 
 constexpr absl::Duration kEndDeadline = absl::Seconds(10);
+constexpr absl::Duration kCloseDeadline = absl::Seconds(4);
 // At a time: each has a thread.
 constexpr size_t kMaxRequests = 512;
 
@@ -101,7 +102,8 @@ class AgentServer {
         Answer(packet->id, absl::OkStatus());
         continue;
       }
-      if (packet->type == AgentMessage::kConfigure) {
+      if (packet->type == AgentMessage::kConfigure ||
+          packet->type == AgentMessage::kDevices) {
         Handle(*std::move(packet));
         continue;
       }
@@ -179,6 +181,10 @@ class AgentServer {
     AgentReader in(request.payload);
     AgentWriter out;
     absl::Status status;
+    if (request.type == AgentMessage::kDevices) {
+      Answer(request.id, Devices(&out), out);
+      return;
+    }
     if (request.type != AgentMessage::kConfigure && memory_ == nullptr) {
       Answer(request.id, BadJob("the agent has no GPU yet"));
       return;
@@ -196,8 +202,16 @@ class AgentServer {
         break;
       }
       case AgentMessage::kClose: {
-        absl::MutexLock lock(&mutex_);
-        imports_.erase(in.Get<uint64_t>());
+        {
+          std::shared_ptr<const ImportedAllocation> gone;
+          absl::MutexLock lock(&mutex_);
+          const auto at = imports_.find(in.Get<uint64_t>());
+          if (at == imports_.end()) break;
+          gone = std::move(at->second);
+          imports_.erase(at);
+        }
+        // Its owner frees it when it hears that it is closed.
+        memory_->core()->Drain(kCloseDeadline);
         break;
       }
       case AgentMessage::kMapHost: {
@@ -268,6 +282,18 @@ class AgentServer {
     Answer(request.id, status, out);
   }
 
+  // Makes no context.
+  static absl::Status Devices(AgentWriter* out) {
+    const absl::StatusOr<std::vector<DeviceInfo>> devices = ListDevices();
+    if (!devices.ok()) return devices.status();
+    out->Put(static_cast<uint64_t>(devices->size()));
+    for (const DeviceInfo& device : *devices) {
+      out->PutString(device.uuid).PutString(device.name);
+      out->Put(device.total_bytes).Put(device.mig);
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Configure(absl::string_view payload, AgentWriter* out) {
     if (memory_ != nullptr) return BadJob("the agent has a GPU already");
     const absl::StatusOr<AgentConfig> config = AgentConfig::Decode(payload);
@@ -324,6 +350,9 @@ class AgentServer {
     told.free_bytes = usage->free_bytes;
     told.total_bytes = usage->total_bytes;
     told.imports = memory_->imports()->size();
+    absl::MutexLock lock(&mutex_);
+    for (const auto& [id, channel] : channels_)
+      told.nccl_bytes += channel->device_bytes;
     out->Put(told);
     return absl::OkStatus();
   }
@@ -461,7 +490,14 @@ class AgentServer {
   struct Channel {
     std::unique_ptr<tcp::PayloadChannel> end;
     std::atomic<bool> stop{false};
+    std::atomic<int64_t> device_bytes{0};
   };
+
+  // 0 where it cannot be told.
+  int64_t FreeBytes() {
+    const absl::StatusOr<CudaMemory::Usage> usage = memory_->GetUsage();
+    return usage.ok() ? usage->free_bytes : 0;
+  }
 
   std::shared_ptr<Channel> FindChannel(uint64_t id) {
     absl::MutexLock lock(&mutex_);
@@ -482,11 +518,13 @@ class AgentServer {
       }
       device = nccl_.get();
     }
+    const int64_t before = FreeBytes();
     absl::StatusOr<std::unique_ptr<tcp::PayloadChannel>> end =
         device->NewChannel();
     if (!end.ok()) return end.status();
     auto channel = std::make_shared<Channel>();
     channel->end = *std::move(end);
+    channel->device_bytes = std::max<int64_t>(0, before - FreeBytes());
     absl::MutexLock lock(&mutex_);
     out->Put(++next_id_);
     channels_[next_id_] = std::move(channel);
@@ -506,8 +544,13 @@ class AgentServer {
     if (type == AgentMessage::kChannelAccept)
       return channel->end->Accept(in->GetString());
     const absl::Duration timeout = absl::Nanoseconds(in->Get<int64_t>());
-    if (type == AgentMessage::kChannelConnect)
-      return channel->end->Connect(timeout, stopped);
+    if (type == AgentMessage::kChannelConnect) {
+      // NCCL does not say what it takes.
+      const int64_t before = FreeBytes();
+      const absl::Status status = channel->end->Connect(timeout, stopped);
+      channel->device_bytes += std::max<int64_t>(0, before - FreeBytes());
+      return status;
+    }
     const bool send = in->Get<bool>();
     const uint64_t count = in->Get<uint64_t>();
     std::vector<std::shared_ptr<const void>> keep;

@@ -23,7 +23,8 @@ namespace transport {
 namespace cuda {
 
 enum class AgentMessage : uint32_t {
-  kConfigure = 1,
+  kDevices = 1,  // which GPUs there are; instead of kConfigure
+  kConfigure,
   kPing,
   kUsage,
   kOpen,

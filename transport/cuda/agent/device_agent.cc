@@ -47,6 +47,28 @@ absl::StatusOr<std::unique_ptr<DeviceAgent>> DeviceAgent::Start(
   return agent;
 }
 
+absl::StatusOr<std::vector<AgentDevice>> DeviceAgent::ListDevices(
+    Options options) {
+  DeviceAgent agent(std::move(options));
+  const absl::Status status = agent.Spawn(1);
+  if (!status.ok()) return status;
+  const absl::StatusOr<std::string> answer = agent.Ask(
+      1, AgentMessage::kDevices, "", -1, agent.options_.start_deadline);
+  if (!answer.ok()) return answer.status();
+  AgentReader in(*answer);
+  std::vector<AgentDevice> devices;
+  const uint64_t count = in.Get<uint64_t>();
+  for (uint64_t i = 0; i < count && in.ok(); ++i) {
+    AgentDevice device;
+    device.uuid = in.GetString();
+    device.name = in.GetString();
+    device.total_bytes = in.Get<int64_t>();
+    device.mig = in.Get<bool>();
+    devices.push_back(std::move(device));
+  }
+  return devices;
+}
+
 DeviceAgent::~DeviceAgent() {
   {
     absl::MutexLock lock(&mutex_);
@@ -66,7 +88,12 @@ pid_t DeviceAgent::pid() const {
   return pid_;
 }
 
-absl::Status DeviceAgent::StartProcess(uint64_t epoch) {
+bool DeviceAgent::Runs(uint64_t epoch) const {
+  absl::MutexLock lock(&mutex_);
+  return process_epoch_ == epoch && pid_ > 0;
+}
+
+absl::Status DeviceAgent::Spawn(uint64_t epoch) {
   int sockets[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0)
     return MakeErrnoError(absl::StatusCode::kResourceExhausted,
@@ -111,6 +138,12 @@ absl::Status DeviceAgent::StartProcess(uint64_t epoch) {
     why_ = absl::OkStatus();
   }
   reader_ = std::thread([this, socket = sockets[0]] { Read(socket); });
+  return absl::OkStatus();
+}
+
+absl::Status DeviceAgent::StartProcess(uint64_t epoch) {
+  const absl::Status status = Spawn(epoch);
+  if (!status.ok()) return status;
   AgentConfig config = options_.config;
   config.fd_socket = absl::StrCat(options_.fd_socket_prefix, ".", epoch);
   const absl::StatusOr<std::string> answer =
@@ -178,7 +211,8 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
   {
     absl::MutexLock lock(&mutex_);
     const bool configuring =
-        type == AgentMessage::kConfigure && process_epoch_ == epoch;
+        (type == AgentMessage::kConfigure || type == AgentMessage::kDevices) &&
+        process_epoch_ == epoch;
     if (socket_ < 0 || gone_ || (epoch_ == 0 && !configuring)) {
       return Lost(absl::StrCat("the agent of ", device_uuid_, " is down",
                                why_.ok() ? "" : ": ", why_.message()));

@@ -54,6 +54,11 @@ class DeviceAgent {
     std::function<void(uint64_t epoch, const absl::Status& status)> on_change;
   };
 
+  // The GPUs that an agent would see, whatever options.config says; from a
+  // process that ends again. The errors of cuda::ListDevices; UNAVAILABLE
+  // (DEVICE_AGENT_LOST), DEADLINE_EXCEEDED (DEVICE_AGENT_HUNG).
+  static absl::StatusOr<std::vector<AgentDevice>> ListDevices(Options options);
+
   // Starts the first process. The errors of CudaMemory::Create and Allocate,
   // with nothing left behind: a GPU that cannot serve at all is the caller's to
   // know. UNAVAILABLE (DEVICE_AGENT_LOST).
@@ -64,6 +69,8 @@ class DeviceAgent {
   // Of the process that runs; 0 while none does.
   uint64_t epoch() const;
   pid_t pid() const;
+  // Whether the process of `epoch` has not ended yet: it may be dying.
+  bool Runs(uint64_t epoch) const;
   // Of the GPU, as the first process found it.
   const std::string& device_uuid() const { return device_uuid_; }
   const std::string& device_name() const { return device_name_; }
@@ -131,6 +138,7 @@ class DeviceAgent {
 
   // One life of a process: from its start to its end.
   absl::Status StartProcess(uint64_t epoch);
+  absl::Status Spawn(uint64_t epoch);
   void Supervise();
   void Read(int socket);
   // Everything that waits for it is told `why`.

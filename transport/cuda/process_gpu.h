@@ -1,0 +1,66 @@
+// The GPUs of a process that has tensors on them: a trainer, which lets others
+// open them, or an engine, whose live parameters are written.
+//
+// Nothing here needs CUDA to be built or to start: its runtime is looked for
+// when a tensor on a GPU comes (late_cudart.h). There are no kernels: an engine
+// has no SMs to spare for what copy engines do.
+#ifndef WEIGHTSYNC_TRANSPORT_CUDA_PROCESS_GPU_H_
+#define WEIGHTSYNC_TRANSPORT_CUDA_PROCESS_GPU_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "transport/copy.h"
+#include "transport/cuda/handle.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+
+// One GPU. Thread-safe; leaves the caller's current device as it is.
+class ProcessGpu {
+ public:
+  // That which `pointer` is an address of; the same for all who ask while
+  // somebody has it. INVALID_ARGUMENT (NOT_DEVICE_MEMORY), FAILED_PRECONDITION
+  // (CUDA_RUNTIME_MISSING, CUDA_NOT_BUILT, DRIVER_TOO_OLD, NO_DEVICE).
+  static absl::StatusOr<std::shared_ptr<ProcessGpu>> Of(const void* pointer);
+
+  virtual ~ProcessGpu() = default;
+
+  virtual const std::string& uuid() const = 0;
+
+  // How others open the allocation that holds [pointer, pointer + bytes). The
+  // errors of DeviceExporter; what was told is good as long as this lives.
+  virtual absl::StatusOr<DevicePlace> Describe(const void* pointer,
+                                               int64_t bytes) = 0;
+  // FAILED_PRECONDITION (ALLOCATION_FREED): another allocation, or none, is
+  // where `handle`'s was.
+  virtual absl::Status CheckStillThere(const DeviceHandle& handle) = 0;
+  // Until all that this process has given to the GPU is done, on every stream:
+  // another process reads what it has written next. The errors of CheckCuda.
+  virtual absl::Status Synchronize() = 0;
+
+  // Host memory that copies go to or from without a stop on the way; only to
+  // be read, where `read_only`. UNAVAILABLE (CUDA_ERROR) where that cannot be:
+  // copies work all the same.
+  virtual absl::Status Pin(const char* data, int64_t bytes, bool read_only) = 0;
+  virtual void Unpin(const char* data) = 0;
+
+  // Between this GPU and host memory. Returns when the bytes are in place, and
+  // not before what it has begun has ended, but for DEADLINE_EXCEEDED
+  // (DEVICE_STALLED): nothing has moved for `timeout`, and more may follow. The
+  // errors of CheckCuda.
+  virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
+                            absl::Duration timeout) = 0;
+};
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_TRANSPORT_CUDA_PROCESS_GPU_H_

@@ -1,0 +1,242 @@
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "glog/logging.h"
+#include "transport/cuda/cuda_error.h"
+#include "transport/cuda/device_handle.h"
+#include "transport/cuda/late_cudart.h"
+#include "transport/cuda/process_gpu.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+// The most bytes between rows that a copy engine takes.
+constexpr int64_t kMaxPitch = int64_t{1} << 30;
+// So many rows in one command.
+constexpr int64_t kMaxRows = 1 << 16;
+// How much is given to the GPU before it is waited for.
+constexpr int kMaxCommands = 1024;
+
+// Threads that are not ours get their device back.
+class OnDevice {
+ public:
+  explicit OnDevice(int ordinal) {
+    status_ = CheckCuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (status_.ok() && before_ != ordinal) {
+      status_ = CheckCuda(cudaSetDevice(ordinal), "cudaSetDevice");
+      changed_ = status_.ok();
+    }
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  const absl::Status& status() const { return status_; }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+  absl::Status status_;
+};
+
+class CudaProcessGpu final : public ProcessGpu {
+ public:
+  explicit CudaProcessGpu(const DeviceInfo& device) : device_(device) {}
+  ~CudaProcessGpu() override {
+    const OnDevice on(device_.ordinal);
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    exporter_ = nullptr;
+  }
+
+  const std::string& uuid() const override { return device_.uuid; }
+
+  absl::StatusOr<DevicePlace> Describe(const void* pointer,
+                                       int64_t bytes) override {
+    const OnDevice on(device_.ordinal);
+    if (!on.status().ok()) return on.status();
+    absl::MutexLock lock(&mutex_);
+    if (exporter_ == nullptr) {
+      absl::StatusOr<std::unique_ptr<DeviceExporter>> made =
+          DeviceExporter::Create(device_);
+      if (!made.ok()) return made.status();
+      exporter_ = *std::move(made);
+    }
+    return exporter_->Describe(pointer, bytes);
+  }
+
+  absl::Status CheckStillThere(const DeviceHandle& handle) override {
+    const OnDevice on(device_.ordinal);
+    if (!on.status().ok()) return on.status();
+    return DeviceExporter::CheckStillThere(handle);
+  }
+
+  absl::Status Synchronize() override {
+    const OnDevice on(device_.ordinal);
+    if (!on.status().ok()) return on.status();
+    return CheckCuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+
+  absl::Status Pin(const char* data, int64_t bytes, bool read_only) override {
+    const OnDevice on(device_.ordinal);
+    if (!on.status().ok()) return on.status();
+    return CheckCuda(
+        cudaHostRegister(const_cast<char*>(data), static_cast<size_t>(bytes),
+                         cudaHostRegisterPortable |
+                             (read_only ? cudaHostRegisterReadOnly : 0)),
+        "cudaHostRegister");
+  }
+  void Unpin(const char* data) override {
+    const OnDevice on(device_.ordinal);
+    const absl::Status status = CheckCuda(
+        cudaHostUnregister(const_cast<char*>(data)), "cudaHostUnregister");
+    if (!status.ok()) LOG(WARNING) << status;
+  }
+
+  absl::Status Copy(absl::Span<const CopyTask> tasks,
+                    absl::Duration timeout) override {
+    const OnDevice on(device_.ordinal);
+    if (!on.status().ok()) return on.status();
+    absl::MutexLock lock(&copy_mutex_);
+    if (stream_ == nullptr) {
+      const absl::Status status =
+          CheckCuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
+                    "cudaStreamCreateWithFlags");
+      if (!status.ok()) return status;
+    }
+    absl::Status status;
+    commands_ = 0;
+    for (const CopyTask& task : tasks) {
+      status = task.Validate();
+      if (status.ok() && task.bytes() > 0)
+        status = Submit(task, 0, task.dst, task.src, timeout);
+      if (!status.ok()) break;
+    }
+    // Also after an error: what was begun still writes.
+    const absl::Status ended = Wait(timeout);
+    return status.ok() ? ended : status;
+  }
+
+ private:
+  absl::Status Submit(const CopyTask& task, size_t dim, char* dst,
+                      const char* src, absl::Duration timeout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
+    if (dim == task.dims.size()) return Run(dst, src, task.run_bytes, timeout);
+    const CopyDim& loop = task.dims[dim];
+    const bool pitched =
+        dim + 1 == task.dims.size() && loop.dst_stride >= task.run_bytes &&
+        loop.src_stride >= task.run_bytes && loop.dst_stride <= kMaxPitch &&
+        loop.src_stride <= kMaxPitch;
+    if (pitched) {
+      for (int64_t row = 0; row < loop.extent; row += kMaxRows) {
+        const absl::Status status =
+            Told(cudaMemcpy2DAsync(
+                     dst + row * loop.dst_stride,
+                     static_cast<size_t>(loop.dst_stride),
+                     src + row * loop.src_stride,
+                     static_cast<size_t>(loop.src_stride),
+                     static_cast<size_t>(task.run_bytes),
+                     static_cast<size_t>(std::min(kMaxRows, loop.extent - row)),
+                     cudaMemcpyDefault, stream_),
+                 "cudaMemcpy2DAsync", timeout);
+        if (!status.ok()) return status;
+      }
+      return absl::OkStatus();
+    }
+    for (int64_t i = 0; i < loop.extent; ++i) {
+      const absl::Status status =
+          Submit(task, dim + 1, dst + i * loop.dst_stride,
+                 src + i * loop.src_stride, timeout);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Run(char* dst, const char* src, int64_t bytes,
+                   absl::Duration timeout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
+    return Told(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes),
+                                cudaMemcpyDefault, stream_),
+                "cudaMemcpyAsync", timeout);
+  }
+
+  absl::Status Told(cudaError_t error, const char* call, absl::Duration timeout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
+    const absl::Status status = CheckCuda(error, call);
+    if (!status.ok() || ++commands_ < kMaxCommands) return status;
+    commands_ = 0;
+    return Wait(timeout);
+  }
+
+  absl::Status Wait(absl::Duration timeout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
+    const absl::Time start = absl::Now();
+    while (true) {
+      const cudaError_t error = cudaStreamQuery(stream_);
+      if (error != cudaErrorNotReady)
+        return CheckCuda(error, "a copy between host and GPU");
+      const absl::Duration waited = absl::Now() - start;
+      if (waited > timeout) {
+        return MakeError(absl::StatusCode::kDeadlineExceeded, "DEVICE_STALLED",
+                         absl::StrCat(device_.uuid, " has not done a copy for ",
+                                      absl::FormatDuration(timeout)));
+      }
+      absl::SleepFor(
+          std::min(waited / 16 + absl::Microseconds(5), absl::Milliseconds(1)));
+    }
+  }
+
+  const DeviceInfo device_;
+  absl::Mutex mutex_;
+  std::unique_ptr<DeviceExporter> exporter_ ABSL_GUARDED_BY(mutex_);
+  // Held while copies run: there is one stream.
+  absl::Mutex copy_mutex_;
+  cudaStream_t stream_ = nullptr;
+  int commands_ ABSL_GUARDED_BY(copy_mutex_) = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<ProcessGpu>> ProcessGpu::Of(
+    const void* pointer) {
+  absl::Status status = FindCudart();
+  if (!status.ok()) return status;
+  cudaPointerAttributes attributes = {};
+  status = CheckCuda(cudaPointerGetAttributes(&attributes, pointer),
+                     "cudaPointerGetAttributes");
+  if (!status.ok()) return status;
+  if (attributes.type != cudaMemoryTypeDevice &&
+      attributes.type != cudaMemoryTypeManaged) {
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, "NOT_DEVICE_MEMORY",
+        absl::StrCat(absl::Hex(reinterpret_cast<uintptr_t>(pointer)),
+                     " is in no allocation of GPU memory of this process"));
+  }
+  static absl::Mutex mutex(absl::kConstInit);
+  static auto* const gpus = new std::map<int, std::weak_ptr<ProcessGpu>>;
+  absl::MutexLock lock(&mutex);
+  if (std::shared_ptr<ProcessGpu> known = (*gpus)[attributes.device].lock())
+    return known;
+  const absl::StatusOr<std::vector<DeviceInfo>> devices = ListDevices();
+  if (!devices.ok()) return devices.status();
+  for (const DeviceInfo& device : *devices) {
+    if (device.ordinal != attributes.device) continue;
+    std::shared_ptr<ProcessGpu> made = std::make_shared<CudaProcessGpu>(device);
+    (*gpus)[device.ordinal] = made;
+    return made;
+  }
+  return MakeError(absl::StatusCode::kInvalidArgument, "NOT_DEVICE_MEMORY",
+                   "the memory is of a GPU that this process does not see");
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync
