@@ -16,8 +16,8 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "daemon/node/layouts.h"
 #include "daemon/node/checkpoints.h"
+#include "daemon/node/layouts.h"
 #include "daemon/node/mover.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
