@@ -19,8 +19,8 @@ weights made them: with "keep" the caches are cleared at the pause (frozen reque
 after every change of weights the prefix cache is reset before the engine runs; a reset that vLLM refuses
 leaves the engine paused, by name (PREFIX_CACHE_IN_USE).
 
-Tensors come whole, under the names of the checkpoint, and vLLM fuses and slices them. Each worker process
-keeps a copy of the model in host memory from which it loads.
+Tensors come whole, under the names of the checkpoint, and vLLM fuses and slices them. They are
+read from the store's memory as vLLM asks for them; of an update by STREAM each worker process gathers all first.
 """
 
 from __future__ import annotations
