@@ -192,6 +192,18 @@ class WorkerTest : public ::testing::Test {
   int commands_ = 0;
 };
 
+TEST_F(WorkerTest, ATensorWithoutMemoryIsNamed) {
+  StartWorker();
+  Tensor tensor;
+  tensor.name = "nowhere";
+  tensor.dtype = v1::DTYPE_F32;
+  tensor.shape = {2};
+  const auto worker = Worker::Start(options_, {tensor});
+  EXPECT_EQ(ErrorReason(worker.status()), "MEMORY_OUT_OF_RANGE");
+  EXPECT_NE(std::string(worker.status().message()).find("nowhere"),
+            std::string::npos);
+}
+
 TEST_F(WorkerTest, InstallsOneUpdateAfterAnother) {
   StartWorker();
   v1::RegisterWorker registration;

@@ -302,9 +302,9 @@ TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
       "MEMORY_NAME_INVALID");
   // Files that this process, the trainer's, has open.
   const auto file = [](int fd, int inode_shift) {
-    return [fd, inode_shift](v1::RegisterShardsRequest* r) {
-      struct stat found = {};
-      fstat(fd, &found);
+    struct stat found = {};
+    EXPECT_EQ(fstat(fd, &found), 0);
+    return [fd, inode_shift, found](v1::RegisterShardsRequest* r) {
       v1::OpenFileMemory* file =
           r->mutable_regions(0)->mutable_memory()->mutable_open_file();
       file->set_fd(fd);
@@ -319,9 +319,10 @@ TEST_F(BadInputTest, MemoryThatIsNotTheRanks) {
   const int disk = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
   EXPECT_EQ(Shard(file(disk, 0)), "NOT_MEMORY");
   close(disk);
+  // Its number may be another file's by now.
+  const auto closed = file(memfd, 0);
   close(memfd);
-  EXPECT_EQ(Shard(file(memfd, 0), absl::StatusCode::kNotFound),
-            "MEMORY_UNKNOWN");
+  EXPECT_EQ(Shard(closed, absl::StatusCode::kNotFound), "MEMORY_UNKNOWN");
   EXPECT_EQ(Shard([](auto* r) { r->mutable_regions(0)->clear_memory(); }),
             "MEMORY_KIND_MISSING");
   for (int64_t bytes : {int64_t{0}, int64_t{-1}}) {

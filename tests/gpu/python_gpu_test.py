@@ -5,6 +5,7 @@ Usage (by python_gpu_test.sh): python_gpu_test.py DAEMON
 """
 
 import ctypes
+import gc
 import json
 import os
 import pathlib
@@ -89,6 +90,8 @@ class GpuTest(unittest.TestCase):
         tensors.all_parts = lambda _weights: self.held
 
     def tearDown(self):
+        # What the library has taken of the GPUs goes with its objects, not with close().
+        gc.collect()
         self.daemon.send_signal(signal.SIGTERM)
         self.assertEqual(self.daemon.wait(30), 0)
         self.log.close()

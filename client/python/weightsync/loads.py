@@ -46,6 +46,7 @@ class _Wanted:
     strides: Optional[Tuple[int, ...]]
     component: str
     address: Optional[int] = None
+    on_gpu: bool = False
 
 
 class Loads:

@@ -199,6 +199,9 @@ class AgentServer {
       case AgentMessage::kOpen: {
         const bool writable = in.Get<bool>();
         status = Open(in.GetString(), writable, &out);
+        // What was opened to look at it is closed before its owner, who frees
+        // it then, hears that it was refused.
+        if (!status.ok()) memory_->core()->Drain(kCloseDeadline);
         break;
       }
       case AgentMessage::kClose: {
