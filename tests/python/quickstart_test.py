@@ -70,6 +70,23 @@ def test_all_bytes_are_equal(tmp_path, model):
     assert running_in(tmp_path) == []
 
 
+@pytest.mark.skipif(
+    not (readme.ROOT / "bazel-bin/transport/cuda/libkernel_twins.so").exists(), reason="built without a CUDA toolkit"
+)
+@pytest.mark.parametrize("flip", [False, True])
+def test_on_simulated_gpus(tmp_path, model, flip):
+    """By CUDA IPC out of the trainers' GPUs and into the workers'; the simulator finds any misuse."""
+    arguments = ["--safetensors", model, "--versions", "2", "--memory", "cuda", "--simulate_gpu"]
+    run = quickstart(tmp_path, *arguments, *(["--flip_bit"] if flip else []))
+    if flip:
+        assert run.returncode == 1 and re.search(r"DIFFERENT: replica-1, worker 0", run.stderr), run.stdout + run.stderr
+    else:
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert run.stdout.splitlines()[-1].endswith("4 workers, all bytes equal, on simulated GPUs")
+        assert list(tmp_path.iterdir()) == []
+    assert running_in(tmp_path) == []
+
+
 def test_a_flipped_bit_is_found(tmp_path, model):
     run = quickstart(tmp_path, "--safetensors", model, "--versions", "2", "--flip_bit")
     assert run.returncode == 1, run.stdout + run.stderr
