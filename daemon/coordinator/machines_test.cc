@@ -191,6 +191,24 @@ TEST_F(ReplicaMachineTest, AResumeThatAPauseOvertakesIsWaitedForByNobody) {
   EXPECT_THAT(Step(asleep), ElementsAre(R::kStillHeld, R::kSendPause));
 }
 
+// Found by tests/chaos: the coordinator stood still between the resume and its
+// answer for longer than --max_staleness; the engine had been resumed and was
+// paused again by its node, and its update waited for the answer for ever.
+TEST_F(ReplicaMachineTest, OneThatItsNodeHeldBeforeItAnsweredIsNotWaitedFor) {
+  Step(Event(ReplicaEvent::kHold));
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  EXPECT_THAT(Step(Event(ReplicaEvent::kRelease)), ElementsAre(R::kSendResume));
+  const Holder isolation{Holder::kIsolation, 0};
+  state_.holders.push_back(isolation);
+  ReplicaEvent joined = Event(ReplicaEvent::kControlJoined);
+  joined.paused = true;
+  EXPECT_THAT(Step(joined), ElementsAre(R::kStillHeld, R::kSendPause));
+  Step(Event(ReplicaEvent::kPaused, last_[1].command));
+  ReplicaEvent release = Event(ReplicaEvent::kRelease);
+  release.holder = isolation;
+  EXPECT_THAT(Step(release), ElementsAre(R::kSendResume));
+}
+
 // ---- Removals ----
 
 TEST_F(ReplicaMachineTest, ARemovalIsAnInstallOfNothing) {

@@ -279,6 +279,29 @@ TEST(RecoveryTest, AnIsolatedReplicaIsLetGoWhenItHasWhatThereIs) {
   ExpectAllServe(c, c.Version().update_id());
 }
 
+// Found by tests/chaos: the answer to its resume was lost, its node held it
+// (on_isolation=PAUSE), and its update, which "takes care of it", waited for
+// ever; so did everything published after it.
+TEST(RecoveryTest, AnUpdateDoesNotWaitForAReplicaThatItsNodeHolds) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_resume_replica();
+  };
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_RESUMING);
+  c.Disconnect("n2");
+  c.engines["r2"].paused = true;
+  c.engines["r2"].isolation_hold = true;
+  c.intercept = nullptr;
+  c.Reconnect("n2");
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  ExpectAllServe(c, c.Version().update_id());
+  ExpectNextPublishWorks(&c);
+}
+
 TEST(RecoveryTest, AnAnswerAboutAnAbortedUpdateIsNotTakenForItsNumber) {
   FakeCluster c;
   c.AddStandard();

@@ -141,6 +141,12 @@ class Stepper {
         // anything is written it is asked to pause once more, which costs one
         // that does stand still nothing.
         if (event.paused) {
+          // Whoever waits for it to run waits in vain: its node holds it.
+          if ((s_.engine == EngineState::kResuming ||
+               s_.engine == EngineState::kUnresumed) &&
+              !s_.holders.empty()) {
+            Say(ReplicaAction::kStillHeld);
+          }
           s_.engine = EngineState::kDoubtful;
           s_.deadline = now_;
           s_.served_known = false;
