@@ -66,9 +66,11 @@ class Checker:
         self._served = {}
         # replica -> (content, line) of the last step
         self.serving = {}
-        # The version that a rollback asked for, from its call until its release was answered, and
-        # when the release was asked for.
+        # The version that a rollback asked for, from its call until its release was answered; whether
+        # that was asked for, and when the coordinator began to write it down: a call that has not
+        # reached it releases nothing.
         self._rollback = None
+        self._release_asked = False
         self._released = FOREVER
         # Replicas that have served something newer since.
         self._returned = set()
@@ -114,6 +116,7 @@ class Checker:
     def allow_rollback(self, version):
         """Replicas may serve `version` although they served newer ones."""
         self._rollback, self._released = version, FOREVER
+        self._release_asked = False
         self._returned.clear()
 
     def rollback_stands(self, t):
@@ -121,7 +124,7 @@ class Checker:
         self._rollbacks.append(Span(t))
 
     def release_asked(self, t):
-        self._released = t
+        self._release_asked = True
         for span in self._rollbacks:
             span.ended = min(span.ended, t)
 
@@ -159,6 +162,8 @@ class Checker:
             self._committing.setdefault(line["update"], line["t"])
         elif line["point"] == "coordinator:journalled:stream_begun":
             self._streaming.add(line["update"])
+        elif line["point"] == "coordinator:journal:hold_released" and self._release_asked:
+            self._released = min(self._released, line["t"])
 
     def _on_engine(self, line):
         self._identity[line["who"]] = line
