@@ -74,11 +74,7 @@ void CoordinatorCore::Remove(AdminWait wait,
     }
   }
   // Said again, it is tried again with those that failed.
-  for (auto& replica : model->replicas) {
-    replica.second.given_up = 0;
-    replica.second.fetch_failures = 0;
-    replica.second.not_before = absl::InfinitePast();
-  }
+  ResetPatience(model);
   SettleAll(model);
   Unpin(model);
   waits_.push_back(std::move(wait));
