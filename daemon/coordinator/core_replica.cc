@@ -222,6 +222,8 @@ bool CoordinatorCore::MayRefuse(const ReplicaRun& replica,
 }
 
 void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
+  const ModelRun* model = Model(replica->model);
+  replica->machine.may_lack = model->removed || model->commits.empty();
   const std::vector<ReplicaAction> actions =
       StepReplica(replica_timeouts_, event, now_, &replica->machine);
   for (const ReplicaAction& action : actions) {

@@ -212,7 +212,7 @@ TEST_F(ReplicaMachineTest, OneThatItsNodeHeldBeforeItAnsweredIsNotWaitedFor) {
 // ---- Removals ----
 
 TEST_F(ReplicaMachineTest, ARemovalIsAnInstallOfNothing) {
-  state_.removable = true;
+  state_.removable = state_.may_lack = true;
   for (ReplicaWorker& worker : state_.workers) {
     worker.content = WorkerContent{Content::kInstalled, 5};
   }
@@ -245,7 +245,7 @@ TEST_F(ReplicaMachineTest, ARemovalIsAnInstallOfNothing) {
 // What says it has dropped the model and has not must not be believed, and one
 // that never answers may be half way.
 TEST_F(ReplicaMachineTest, AWorkerThatDoesNotDropTheModelIsAskedThenFenced) {
-  state_.removable = true;
+  state_.removable = state_.may_lack = true;
   ReplicaEvent hold = Event(ReplicaEvent::kHold);
   hold.holder = Holder{Holder::kInstall, kRemoval};
   Step(hold);
@@ -274,6 +274,8 @@ TEST_F(ReplicaMachineTest, NothingIsServableOnlyWhereItWasSaidToBe) {
   for (ReplicaWorker& worker : state_.workers) {
     worker.content = WorkerContent{Content::kNothing, 0};
   }
+  state_.may_lack = true;
+  Step(ReplicaEvent());
   EXPECT_FALSE(state_.Servable());
   state_.removable = true;
   EXPECT_TRUE(state_.Servable());
@@ -281,9 +283,27 @@ TEST_F(ReplicaMachineTest, NothingIsServableOnlyWhereItWasSaidToBe) {
   EXPECT_FALSE(state_.Servable());
 }
 
+// An engine that fell into deep sleep with an adapter that is to be served must
+// not wake up without it; one that has gone on without it before the next
+// update was committed goes on until it has that.
+TEST_F(ReplicaMachineTest, AnEngineGoesWithoutTheModelOnlyWhenNobodyWantsIt) {
+  state_.removable = true;
+  for (ReplicaWorker& worker : state_.workers) {
+    worker.content = WorkerContent{Content::kNothing, 0};
+  }
+  EXPECT_THAT(Step(ReplicaEvent()), ElementsAre(R::kSendPause));
+  EXPECT_FALSE(state_.Servable());
+  state_.may_lack = true;
+  Step(ReplicaEvent());
+  EXPECT_TRUE(state_.Servable());
+  state_.may_lack = false;
+  Step(ReplicaEvent());
+  EXPECT_TRUE(state_.Servable());
+}
+
 // The answer to a removal that a publish has overtaken says nothing about that.
 TEST_F(ReplicaMachineTest, ALateAnswerToARemovalIsNotTakenForAnUpdates) {
-  state_.removable = true;
+  state_.removable = state_.may_lack = true;
   ReplicaEvent hold = Event(ReplicaEvent::kHold);
   hold.holder = Holder{Holder::kInstall, kRemoval};
   Step(hold);

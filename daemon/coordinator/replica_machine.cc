@@ -38,7 +38,7 @@ bool ReplicaState::Servable() const {
   if (workers.empty()) return false;
   const Content kind = workers[0].content.kind;
   return kind == Content::kOwn || kind == Content::kInstalled ||
-         (removable && kind == Content::kNothing);
+         (removable && lacks && kind == Content::kNothing);
 }
 
 bool ReplicaState::InstalledEverywhere(UpdateKey update) const {
@@ -110,6 +110,7 @@ class Stepper {
   std::vector<ReplicaAction> Run(const ReplicaEvent& event) {
     const bool was_complete = s_.Complete();
     Take(event);
+    NoteLack();
     if (was_complete && !s_.Complete()) {
       // Whoever wanted something installed gives that up with the replica; when
       // it is back, what it shall have then is decided anew.
@@ -296,6 +297,14 @@ class Stepper {
     if (worker->content == content) return;
     worker->content = content;
     s_.flipped = false;
+  }
+
+  void NoteLack() {
+    const bool nothing = std::all_of(
+        s_.workers.begin(), s_.workers.end(), [](const ReplicaWorker& worker) {
+          return worker.present && worker.content.kind == Content::kNothing;
+        });
+    s_.lacks = nothing && (s_.lacks || s_.may_lack);
   }
 
   void RemoveHolder(const Holder& holder) {

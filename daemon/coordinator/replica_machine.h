@@ -67,7 +67,9 @@
 // and what they are to hold is NOTHING. An engine that said that it can go on
 // without the model (`removable`) is servable when all of its workers hold
 // nothing, and is resumed with `removed`; half of a removal is a mix like any
-// other.
+// other. That holds only while nobody wants it to have anything (`may_lack`):
+// one that fell asleep with an update that is to be served stays paused until
+// it has that again.
 
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_REPLICA_MACHINE_H_
@@ -174,6 +176,11 @@ struct ReplicaState {
   bool flipped = false;
   // It can generate without the model.
   bool removable = false;
+  // Said by the owner before each step: the model is removed, or no update of
+  // it was ever committed.
+  bool may_lack = false;
+  // All workers hold nothing, and came to do so while they might.
+  bool lacks = false;
   // The Pause or Resume in flight.
   int64_t command = 0;
   absl::Time deadline;

@@ -114,6 +114,7 @@ void World::ResumeItself(int e, const std::string& command_id,
   EngineCommand resume;
   resume.command_id = command_id;
   if (memory.kind == Memory::kInstalled) resume.update_id = memory.update_id;
+  resume.removed = memory.kind == Memory::kNothing;
   Relay(e, resume);
 }
 

@@ -96,6 +96,13 @@ void Checker::Journalled(const JournalRecord& record) {
       // Nodes that were away are told so when they come back with it.
       lost_.insert(record.version_deleted().update_id());
       return;
+    case JournalRecord::kModelRemoved:
+      // As if nothing had been committed; what nodes have of it is dropped.
+      for (const auto& commit : commits_) lost_.insert(commit.first);
+      removal_ = static_cast<int>(commits_.size()) + 1;
+      commits_.emplace(absl::StrCat("removal ", removal_), removal_);
+      rolled_back_to_.clear();
+      return;
     case JournalRecord::kStreamBegun:
       streamed_.insert(record.stream_begun().update_id());
       return;
@@ -119,6 +126,12 @@ void Checker::Adopted() {
   aborted_floor_.clear();
   held_.clear();
   rolled_back_to_.clear();
+  // What nodes have is right again, also of what was removed.
+  if (removal_ != 0) {
+    for (auto& served : served_) {
+      if (served.second >= removal_) served.second = 0;
+    }
+  }
 }
 
 void Checker::Held(const std::string& replica, bool held) {
@@ -136,9 +149,10 @@ void Checker::Restarted(const std::string& replica) {
 }
 
 void Checker::Serves(const std::string& replica,
-                     const std::vector<Memory>& workers) {
+                     const std::vector<Memory>& workers, bool removed) {
   for (const Memory& worker : workers) {
-    if (worker.kind == Memory::kWriting || worker.kind == Memory::kNothing ||
+    if (worker.kind == Memory::kWriting ||
+        (worker.kind == Memory::kNothing) != removed ||
         !(worker == workers[0])) {
       std::string sentence = absl::StrCat(replica, " generates with a mix:");
       for (const Memory& each : workers) {
@@ -160,6 +174,13 @@ void Checker::Serves(const std::string& replica,
                                     ", which was never committed"));
     }
     order = commit->second;
+  }
+  if (removed) {
+    if (removal_ == 0) {
+      return Violation(absl::StrCat(
+          replica, " generates without the model, which nobody removed"));
+    }
+    order = removal_;
   }
   int& before = served_[replica];
   const bool rolled_back =

@@ -56,7 +56,9 @@ class Checker {
   // Another process: it has served nothing yet.
   void Restarted(const std::string& replica);
   // The engine takes a step with these.
-  void Serves(const std::string& replica, const std::vector<Memory>& workers);
+  // `removed`: it was resumed without the model.
+  void Serves(const std::string& replica, const std::vector<Memory>& workers,
+              bool removed);
   // A worker's process is about to write.
   void Writes(const std::string& replica, int worker, bool engine_runs,
               const std::string& update_id);
@@ -81,6 +83,8 @@ class Checker {
   std::vector<std::string> opened_;
   // When each was committed: 1 for the first.
   std::map<std::string, int> commits_;
+  // The last removal of the model, in the same order; 0: there was none.
+  int removal_ = 0;
   std::map<std::string, bool> ends_;
   std::map<std::string, bool> outcomes_;
   std::map<std::string, int> served_;

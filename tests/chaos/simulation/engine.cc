@@ -30,6 +30,7 @@ void World::StartEngine(int index) {
   engine.running = true;
   engine.word = Engine::kRunning;
   engine.running_update.clear();
+  engine.running_removed = false;
   engine.answers.clear();
   engine.queue.clear();
   engine.busy = false;
@@ -81,7 +82,7 @@ void World::Serve(int index) {
     if (!worker.up || now_ < worker.stopped_until) return;
     memories.push_back(Served(worker));
   }
-  checker_.Serves(engine.name, memories);
+  checker_.Serves(engine.name, memories, engine.running_removed);
 }
 
 // ---- The control stream ----
@@ -145,6 +146,7 @@ void World::JoinControl(int index) {
   r->set_incarnation(engine.incarnation);
   r->set_paused(engine.told_paused);
   r->set_atomic_swap(atomic_swap_);
+  r->set_removable(removable_);
   for (const std::string& command : engine.refused) {
     report.mutable_replica_joined()->add_refused_command_ids(command);
   }
@@ -171,7 +173,8 @@ void World::EngineWork(int index) {
       command.none    ? true
       : command.pause ? engine.word == Engine::kPaused
                       : engine.word == Engine::kRunning &&
-                            engine.running_update == command.update_id;
+                            engine.running_update == command.update_id &&
+                            engine.running_removed == command.removed;
   if (nothing_to_do) {
     engine.answers[command.command_id] = false;
     AnswerEngine(index, generation, command, false);
@@ -188,7 +191,8 @@ void World::EngineWork(int index) {
     bool fails = goes_wrong;
     for (const Worker& worker : engine.workers) {
       // An engine knows when it sleeps.
-      if (!command.pause && worker.memory.kind == Memory::kNothing) {
+      if (!command.pause && !command.removed &&
+          worker.memory.kind == Memory::kNothing) {
         fails = true;
       }
     }
@@ -203,6 +207,7 @@ void World::EngineWork(int index) {
     } else {
       const std::string before = engine.running_update;
       engine.running_update = command.update_id;
+      engine.running_removed = command.removed;
       engine.word = Engine::kRunning;
       engine.running = true;
       for (Worker& worker : engine.workers) {
@@ -370,6 +375,10 @@ void World::WorkerWork(int index, int w) {
   if (worker.busy || worker.queue.empty()) return;
   const Job job = std::move(worker.queue.front());
   worker.queue.pop_front();
+  if (job.kind == Job::kRemove) {
+    RemoveWork(index, w, job);
+    return WorkerWork(index, w);
+  }
   if (job.kind != Job::kApply) {
     StreamWork(index, w, job);
     return WorkerWork(index, w);
@@ -438,6 +447,24 @@ void World::WorkerWork(int index, int w) {
                   generation);
     WorkerWork(index, w);
   });
+}
+
+void World::RemoveWork(int index, int w, const Job& job) {
+  Engine& engine = engines_[index];
+  Worker& worker = engine.workers[w];
+  worker.streaming.clear();
+  const bool fails = worker.memory.kind != Memory::kNothing &&
+                     random_.Chance(odds_.apply_fails);
+  if (fails) {
+    // The engine's hook has dropped something, or nothing.
+    worker.memory.kind = Memory::kWriting;
+  } else {
+    worker.memory = Memory{Memory::kNothing, "", 0};
+  }
+  Trace(engine.name, " worker ", w, " holds ", Describe(worker.memory));
+  Serve(index);
+  ReportApplied(index, w, job.apply, fails ? "HOOK_FAILED" : "",
+                worker.generation);
 }
 
 void World::Writes(const Engine& engine, int w, const std::string& update_id) {

@@ -39,6 +39,9 @@ void World::PlanFaults() {
       {"rollback", odds_.rollback},
       {"drain", odds_.drain},
       {"delete_version", odds_.delete_version},
+      {"remove_model", odds_.remove_model},
+      {"save_version", odds_.save_version},
+      {"load_version", odds_.load_version},
   };
   int sum = 0;
   for (const auto& kind : kinds) sum += kind.second;
@@ -231,6 +234,12 @@ void World::Inject(const std::string& kind) {
     DrainNode();
   } else if (kind == "delete_version") {
     DeleteVersion();
+  } else if (kind == "remove_model") {
+    if (removable_) RemoveModel(/*tries=*/40);
+  } else if (kind == "save_version") {
+    SaveVersion();
+  } else if (kind == "load_version") {
+    LoadVersion();
   } else if (kind == "weights_dropped") {
     // Deep sleep: the engine stands still and has nothing.
     Engine& engine = engines_[e];

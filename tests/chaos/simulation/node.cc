@@ -34,6 +34,7 @@ void World::StartNode(int index) {
   node.away_since = now_;
   node.newest_term = 0;
   node.link = nullptr;
+  RemoveLeftovers(index);
   Trace(node.name, " starts");
   Dial(index);
   const int life = node.life;
@@ -258,6 +259,7 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
         return;
       }
       update->second.moving = true;
+      update->second.checkpoint = move.checkpoint().path();
       if (update->second.stream) BeginStream(index, move);
       return TryMove(index, move.update_id());
     }
@@ -273,6 +275,17 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
       if (unknown_layout(command.apply_worker().layout_id())) return;
       return OnApply(index, std::make_shared<const v1::ApplyWorker>(
                                 command.apply_worker()));
+    case v1::NodeCommand::kRemoveWorker:
+      return OnRemove(index, command.remove_worker());
+    case v1::NodeCommand::kWriteCheckpoint:
+      if (unknown_layout(command.write_checkpoint().layout_id())) return;
+      return OnWriteCheckpoint(index, command.write_checkpoint());
+    case v1::NodeCommand::kCompleteCheckpoint:
+      return OnCompleteCheckpoint(index, command.complete_checkpoint());
+    case v1::NodeCommand::kPruneCheckpoints:
+      return OnPrune(index, command.prune_checkpoints());
+    case v1::NodeCommand::kReadCheckpoint:
+      return OnReadCheckpoint(index, command.read_checkpoint());
     case v1::NodeCommand::kPauseReplica:
     case v1::NodeCommand::kResumeReplica: {
       const bool pause = command.has_pause_replica();
@@ -286,6 +299,7 @@ void World::OnCommand(int index, const std::shared_ptr<Link>& link,
       EngineCommand relayed;
       relayed.pause = pause;
       relayed.none = none;
+      relayed.removed = command.resume_replica().resume().removed();
       relayed.command_id = pause
                                ? command.pause_replica().pause().command_id()
                                : command.resume_replica().resume().command_id();
@@ -459,6 +473,8 @@ void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
   update.receiver =
       prepare.fetch() || (receivers_[prepare.layout_id()] >> index & 1u) != 0;
   update.fetched = update.fetched || prepare.fetch();
+  update.disk = prepare.has_checkpoint();
+  update.load = prepare.load();
   update.moving = false;
   update.peers.clear();
   for (const v1::Flow& flow : prepare.flows()) {
@@ -469,33 +485,42 @@ void World::OnPrepare(int index, const v1::PrepareUpdate& prepare) {
   const Time takes = random_.Chance(odds_.move_fails)
                          ? random_.Below(4 * kSecond)
                          : random_.Below(30 * kMillisecond);
-  By(&node, takes, [this, index, id, epoch = prepare.epoch()] {
-    Node& node = nodes_[index];
-    auto update = node.updates.find(id);
-    if (update == node.updates.end() ||
-        update->second.epoch.counter() != epoch.counter()) {
-      return;
-    }
-    v1::NodeReport report;
-    v1::UpdatePrepared* prepared = report.mutable_update_prepared();
-    prepared->set_model("models/m");
-    prepared->set_update_id(id);
-    *prepared->mutable_epoch() = epoch;
-    if (random_.Chance(odds_.move_fails)) {
-      const bool room = random_.Chance(300);
-      prepared->mutable_failure()->set_code(room ? 8 : 14);
-      prepared->mutable_failure()->set_reason(room ? "NO_STORE_ROOM"
-                                                   : "GROUP_FAILED");
-      prepared->mutable_failure()->set_message("simulated");
-    }
-    Report(index, std::move(report));
-  });
+  By(&node, takes,
+     [this, index, id, epoch = prepare.epoch(),
+      checkpoint =
+          std::make_shared<const v1::Checkpoint>(prepare.checkpoint())] {
+       Node& node = nodes_[index];
+       auto update = node.updates.find(id);
+       if (update == node.updates.end() ||
+           update->second.epoch.counter() != epoch.counter()) {
+         return;
+       }
+       v1::NodeReport report;
+       v1::UpdatePrepared* prepared = report.mutable_update_prepared();
+       prepared->set_model("models/m");
+       prepared->set_update_id(id);
+       *prepared->mutable_epoch() = epoch;
+       if (update->second.disk && !Sees(index, *checkpoint)) {
+         prepared->mutable_failure()->set_code(9);
+         prepared->mutable_failure()->set_reason("CHECKPOINT_NOT_SHARED");
+         prepared->mutable_failure()->set_message("simulated");
+       } else if (random_.Chance(odds_.move_fails)) {
+         const bool room = random_.Chance(300);
+         prepared->mutable_failure()->set_code(room ? 8 : 14);
+         prepared->mutable_failure()->set_reason(room ? "NO_STORE_ROOM"
+                                                      : "GROUP_FAILED");
+         prepared->mutable_failure()->set_message("simulated");
+       }
+       Report(index, std::move(report));
+     });
 }
 
 void World::TryMove(int index, const std::string& id) {
   Node& node = nodes_[index];
   NodeUpdate& update = node.updates.at(id);
-  if (!update.moving || !update.manifest) return;
+  if (!update.moving || (!update.manifest && (!update.load || update.loaded))) {
+    return;
+  }
   const Time takes = random_.Between(kMillisecond, 400 * kMillisecond);
   By(&node, takes, [this, index, id, epoch = update.epoch] {
     Node& node = nodes_[index];
@@ -516,6 +541,30 @@ void World::TryMove(int index, const std::string& id) {
                     TryMove(index, id);
                   }
                 });
+    }
+    if (update.disk && !update.whole && !update.loaded && update.receiver) {
+      const std::string reason = ReadDisk(index, update, id);
+      if (!reason.empty()) {
+        v1::NodeReport report;
+        v1::UpdateVerified* verified = report.mutable_update_verified();
+        verified->set_model("models/m");
+        verified->set_update_id(id);
+        *verified->mutable_epoch() = epoch;
+        verified->mutable_failure()->set_code(9);
+        verified->mutable_failure()->set_reason(reason);
+        verified->mutable_failure()->set_message("simulated");
+        return Report(index, std::move(report));
+      }
+    }
+    if (update.load && !update.loaded) {
+      update.loaded = true;
+      v1::NodeReport report;
+      v1::RankSnapshotted* loaded = report.mutable_rank_snapshotted();
+      loaded->set_model("models/m");
+      loaded->set_update_id(id);
+      loaded->set_rank(-1);
+      Report(index, std::move(report));
+      if (!update.manifest) return;
     }
     std::string missing;
     if (!update.whole) {
@@ -611,6 +660,7 @@ void World::Abandon(int index) {
       it = node.updates.erase(it);
     }
   }
+  GiveUpJobs(index);
 }
 
 void World::OnApply(int index, const Apply& apply) {
@@ -634,8 +684,7 @@ void World::OnApply(int index, const Apply& apply) {
         continue;
       }
       // It has every byte already.
-      worker.command_id = apply->command_id();
-      worker.command_update = apply->update_id();
+      StartApply(e, w, apply);
       return Send(e, w, worker.generation,
                   Job{Job::kEndStream, apply, /*complete=*/true});
     }
@@ -647,8 +696,7 @@ void World::OnApply(int index, const Apply& apply) {
     return ApplyRefused(*apply, "REPLICA_RUNNING", &worker.told);
   }
   // From here on it may begin to write at any moment.
-  worker.command_id = apply->command_id();
-  worker.command_update = apply->update_id();
+  StartApply(e, w, apply);
   // The plan is made and the bytes are looked up behind other commands.
   By(&nodes_[index], LocalDelay(&nodes_[index].last_data),
      [this, index, e, w, apply, generation = worker.generation] {
@@ -663,18 +711,47 @@ void World::OnApply(int index, const Apply& apply) {
          return ApplyRefused(*apply, "UPDATE_UNKNOWN", &worker.told);
        }
        Send(e, w, generation, Job{Job::kApply, apply});
-       By(&nodes_[index], absl::ToInt64Microseconds(options_.apply_timeout),
-          [this, e, w, apply, generation] {
-            Worker& worker = engines_[e].workers[w];
-            if (!worker.open || worker.generation != generation ||
-                worker.command_id != apply->command_id()) {
-              return;
-            }
-            const Memory believed = Believed(worker);
-            ApplyRefused(*apply, "APPLY_TIMEOUT", &believed);
-            EndWorker(e, w, /*client_sees=*/true);
-          });
      });
+}
+
+void World::StartApply(int e, int w, const Apply& apply) {
+  Worker& worker = engines_[e].workers[w];
+  worker.command_id = apply->command_id();
+  worker.command_update = apply->update_id();
+  By(&nodes_[worker.node], absl::ToInt64Microseconds(options_.apply_timeout),
+     [this, e, w, apply, generation = worker.generation] {
+       Worker& worker = engines_[e].workers[w];
+       if (!worker.open || worker.generation != generation ||
+           worker.command_id != apply->command_id()) {
+         return;
+       }
+       const Memory believed = Believed(worker);
+       ApplyRefused(*apply, "APPLY_TIMEOUT", &believed);
+       EndWorker(e, w, /*client_sees=*/true);
+     });
+}
+
+// As an apply of nothing.
+void World::OnRemove(int index, const v1::RemoveWorker& remove) {
+  const int e = remove.replica().back() - '0';
+  const int w = remove.worker_index();
+  auto apply = std::make_shared<v1::ApplyWorker>();
+  apply->set_model(remove.model());
+  apply->set_replica(remove.replica());
+  apply->set_worker_index(w);
+  apply->set_incarnation(remove.incarnation());
+  apply->set_command_id(remove.remove().command_id());
+  Engine& engine = engines_[e];
+  Worker& worker = engine.workers[w];
+  if (worker.node != index || !worker.open || !worker.accepted ||
+      engine.incarnation != remove.incarnation()) {
+    return ApplyRefused(*apply, "WORKER_LOST", nullptr);
+  }
+  if (engine.node == index && engine.open && !engine.told_paused) {
+    return ApplyRefused(*apply, "REPLICA_RUNNING", &worker.told);
+  }
+  StartApply(e, w, apply);
+  Send(e, w, worker.generation, Job{Job::kRemove, std::move(apply)});
 }
 
 void World::ApplyRefused(const v1::ApplyWorker& apply,

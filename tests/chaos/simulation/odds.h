@@ -44,6 +44,8 @@ struct Odds {
   int trainer_beside_engines = 300;
 
   int atomic_swap = 150;
+  int removable = 400;
+  int own_disk = 100;  // one node does not see the disk of the others
   int pause_on_isolation = 200;
 
   // ---- What is published ----
@@ -56,6 +58,8 @@ struct Odds {
   int in_place = 250;
   int allow_no_recovery = 600;
   int latest = 300;
+  int disk = 120;
+  int network_or_disk = 200;
   int pause_none = 700;  // where engines can
   // The next version is published when this one was taken, not when it ended.
   int pipelined = 250;
@@ -73,6 +77,8 @@ struct Odds {
   int move_fails = 20;
   int copy_fails = 8;
   int late_publish = 50;  // one rank comes seconds later
+  int disk_slow = 20;
+  int disk_fails = 15;
 
   // ---- Faults at a random moment; weights among each other ----
   int coordinator_crash = 30;
@@ -99,6 +105,9 @@ struct Odds {
   int rollback = 25;
   int drain = 10;
   int delete_version = 8;
+  int remove_model = 15;
+  int save_version = 10;
+  int load_version = 10;
 
   // Whether an empty journal is adopted, or the lost one comes back.
   int adopt = 400;

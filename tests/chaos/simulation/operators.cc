@@ -131,6 +131,51 @@ void World::DeleteVersion() {
   Admin(request, [](bool) {});
 }
 
+void World::RemoveModel(int tries) {
+  ++operators_;
+  v1::RemoveModelRequest remove;
+  remove.set_name("models/m");
+  Admin(remove, [this, tries](bool ok) {
+    --operators_;
+    Trace("operator: the model is ", ok ? "removed" : "not removed yet");
+    // An update is under way, or somebody takes his time.
+    if (ok || tries == 0) return;
+    After(random_.Between(20 * kMillisecond, 400 * kMillisecond),
+          [this, tries] { RemoveModel(tries - 1); });
+  });
+}
+
+void World::SaveVersion() {
+  ++operators_;
+  v1::SaveVersionRequest save;
+  save.set_name("models/m/versions/latest");
+  save.set_path(absl::StrCat("saved/", random_.Between(1, 2)));
+  save.set_overwrite(random_.Chance(500));
+  Admin(save, [this](bool ok) {
+    --operators_;
+    Trace("operator: the checkpoint is ", ok ? "saved" : "not saved");
+    if (ok && random_.Chance(500)) LoadVersion();
+  });
+}
+
+void World::LoadVersion() {
+  // What was saved, and what updates came by; or something that is not there.
+  std::vector<std::string> paths = {"saved/1", "saved/2"};
+  for (const auto& directory : disks_[0]) {
+    if (directory.second.complete) paths.push_back(directory.first);
+  }
+  ++operators_;
+  v1::LoadVersionRequest load;
+  load.set_name("models/m");
+  load.set_path(paths[static_cast<size_t>(
+      random_.Below(static_cast<int64_t>(paths.size())))]);
+  if (random_.Chance(500)) load.set_request_id(absl::StrCat("l", next_id_++));
+  Admin(load, [this](bool ok) {
+    --operators_;
+    Trace("operator: the checkpoint is ", ok ? "loaded" : "not loaded");
+  });
+}
+
 void World::Adopt() {
   if (!impostor_) return;
   Admin(v1::AdoptClusterRequest(), [this](bool ok) {

@@ -95,10 +95,14 @@ void World::Build() {
   pipelined_ = random_.Chance(odds_.pipelined);
   atomic_swap_ = random_.Chance(odds_.atomic_swap);
   pause_on_isolation_ = random_.Chance(odds_.pause_on_isolation);
+  removable_ = random_.Chance(odds_.removable);
 
   nodes_.resize(3);
   for (size_t i = 0; i < nodes_.size(); ++i) {
     nodes_[i].name = absl::StrCat("n", i);
+  }
+  if (random_.Chance(odds_.own_disk)) {
+    nodes_[static_cast<size_t>(random_.Below(3))].own_disk = true;
   }
   const bool beside = random_.Chance(odds_.trainer_beside_engines);
   ranks_.resize(random_.Chance(odds_.second_rank) ? 2 : 1);
@@ -186,6 +190,13 @@ void World::DrawOptions() {
   }
   if (random_.Chance(odds_.in_place)) {
     options.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+  } else if (options.update_mode() != v1::UPDATE_MODE_STREAM) {
+    // After the last fault every round must be able to come to something.
+    if (random_.Chance(odds_.disk) && now_ < quiet_) {
+      options.set_transfer_medium(v1::TRANSFER_MEDIUM_DISK);
+    } else if (random_.Chance(odds_.network_or_disk)) {
+      options.set_transfer_medium(v1::TRANSFER_MEDIUM_NETWORK_OR_DISK);
+    }
   }
   if (random_.Chance(odds_.latest)) {
     options.set_delivery_policy(v1::DELIVERY_POLICY_LATEST);

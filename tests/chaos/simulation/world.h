@@ -120,7 +120,29 @@ class World {
     bool whole = false;
     bool kept = false;
     bool fetched = false;  // it was asked for after its end
+    // By way of disk.
+    bool disk = false;
+    bool load = false;  // no rank has it
+    bool loaded = false;
+    std::string checkpoint;
     int64_t order = 0;
+  };
+
+  // A checkpoint, under its temporary name or complete.
+  struct Directory {
+    std::string marker;
+    std::string update_id;
+    // Written so far.
+    std::set<int> buckets;
+    bool complete = false;
+    bool of_update = false;
+    int64_t version = 0;
+  };
+
+  // What a node does with one, by its temporary name.
+  struct CheckpointJob {
+    int64_t number = 0;
+    bool made = false;
   };
 
   struct Ask {
@@ -150,6 +172,13 @@ class World {
     std::map<int, v1::RankSnapshotted> snapshots;
     // Of the loop that works on layouts and bytes, in order.
     Time last_data = 0;
+    // It does not see the disk that the others share.
+    bool own_disk = false;
+    std::map<std::string, CheckpointJob> checkpoint_jobs;
+    std::set<std::string> checkpoint_commands;
+    std::map<std::string, v1::CheckpointWritten> checkpoint_answers;
+    // On its disk: what it had begun to write.
+    std::set<std::string> leftovers;
     int64_t losses = 0;
   };
 
@@ -158,7 +187,7 @@ class World {
 
   // What a worker's library does one after the other.
   struct Job {
-    enum Kind { kApply, kStream, kEndStream };
+    enum Kind { kApply, kStream, kEndStream, kRemove };
     Kind kind = kApply;
     Apply apply;
     bool complete = false;
@@ -198,6 +227,8 @@ class World {
     bool pause = false;
     // PAUSE_MODE_NONE: it goes on.
     bool none = false;
+    // Go on without the model.
+    bool removed = false;
     std::string command_id;
     std::string update_id;
   };
@@ -213,6 +244,7 @@ class World {
     enum Word { kRunning, kPaused, kUnsure };
     Word word = kRunning;
     std::string running_update;
+    bool running_removed = false;
     // Answers by command, and whether they were failures.
     std::map<std::string, bool> answers;
     std::deque<EngineCommand> queue;
@@ -310,6 +342,9 @@ class World {
   void TryMove(int node, const std::string& update_id);
   void OnEnd(int node, const v1::EndUpdate& end);
   void OnApply(int node, const Apply& apply);
+  void OnRemove(int node, const v1::RemoveWorker& remove);
+  // It is to be done from now on, and given up after a while.
+  void StartApply(int engine, int worker, const Apply& apply);
   void Abandon(int node);
   void Evict(int node, const std::string& update_id);
   void StartNode(int node);
@@ -353,8 +388,34 @@ class World {
   void AbortStream(int node, const std::string& update_id);
   void Send(int engine, int worker, int64_t generation, Job job);
   void StreamWork(int engine, int worker, const Job& job);
+  void RemoveWork(int engine, int worker, const Job& job);
   void Release(int node, const std::string& update_id,
                const std::string& reason);
+
+  // ---- disk.cc ----
+  std::map<std::string, Directory>& DiskOf(int node);
+  bool Sees(int node, const v1::Checkpoint& checkpoint);
+  void AnswerCheckpoint(int node, const std::string& command_id,
+                        const std::string& reason);
+  // True: it is being done, or the answer has been given again.
+  bool AnsweredBefore(int node, const std::string& command_id);
+  Time DiskTime();
+  void OnWriteCheckpoint(int node, const v1::WriteCheckpoint& command);
+  bool HasJob(int node, const std::string& temporary, int64_t number);
+  // Why not; empty: it is done.
+  std::string WriteCheckpoint(int node, const v1::WriteCheckpoint& command);
+  std::string CompleteCheckpoint(int node,
+                                 const v1::CompleteCheckpoint& command);
+  void OnCompleteCheckpoint(int node, const v1::CompleteCheckpoint& command);
+  void OnPrune(int node, const v1::PruneCheckpoints& command);
+  void OnReadCheckpoint(int node, const v1::ReadCheckpoint& command);
+  void GiveUpJob(int node, const std::string& temporary);
+  void GiveUpJobs(int node);
+  // Of the process before.
+  void RemoveLeftovers(int node);
+  // Why it cannot be read; empty: it was.
+  std::string ReadDisk(int node, const NodeUpdate& update,
+                       const std::string& update_id);
 
   // ---- away.cc: what a node does while the coordinator is away ----
   void CheckAway(int node);
@@ -372,6 +433,9 @@ class World {
   void RollBack();
   void DrainNode();
   void DeleteVersion();
+  void RemoveModel(int tries);
+  void SaveVersion();
+  void LoadVersion();
   void Adopt();
 
   // ---- trainer.cc ----
@@ -475,6 +539,8 @@ class World {
   bool planted_once_ = false;
 
   std::vector<Node> nodes_;
+  // By path. The first is the one that nodes share.
+  std::map<int, std::map<std::string, Directory>> disks_;
   std::vector<Engine> engines_;
   std::vector<Rank> ranks_;
   std::map<std::string, std::shared_ptr<Link>> links_;
@@ -497,9 +563,12 @@ class World {
   bool pipelined_ = false;
   bool atomic_swap_ = false;
   bool pause_on_isolation_ = false;
+  bool removable_ = false;
   v1::UpdateOptions round_options_;
   // Which nodes receive under a layout, as bits.
   std::map<std::string, unsigned> receivers_;
+  // How many buckets a layout has, as far as anybody was told to write them.
+  std::map<std::string, size_t> buckets_;
   bool request_ids_ = true;
   // The update that has to be everywhere by `settle_by_`.
   std::string final_update_;
