@@ -13,8 +13,6 @@ using absl::StatusCode;
 namespace {
 
 constexpr int kProtocolVersion = 1;
-// Ended updates that a node which comes back is told about.
-constexpr int kEndsTold = 4;
 
 ReplicaTimeouts TimeoutsOf(const CoordinatorOptions& options) {
   ReplicaTimeouts timeouts;
@@ -408,6 +406,9 @@ void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
 void CoordinatorCore::SendEnds(NodeRun* node) {
   for (const auto& entry : models_) {
     const ModelRun& model = entry.second;
+    for (const v1::EndUpdate& forgotten : model.forgotten) {
+      *SendTo(node->name)->mutable_end_update() = forgotten;
+    }
     const auto end = [&](const std::string& update_id, bool committed,
                          const v1::Failure& failure) {
       v1::EndUpdate* out = SendTo(node->name)->mutable_end_update();

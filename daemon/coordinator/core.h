@@ -255,6 +255,9 @@ struct PrepareJob {
   v1::PrepareResponse response;
 };
 
+// Ended updates of a model that a node which comes back is told about.
+inline constexpr int kEndsTold = 4;
+
 struct ModelRun {
   std::string name;
   PublishBook book{&ShowOptions};
@@ -273,6 +276,8 @@ struct ModelRun {
   std::set<std::pair<std::string, std::string>> pins;
   // Newest last.
   std::deque<v1::Version> ended;
+  // Of those before a removal: nodes that come back are told so much still.
+  std::deque<v1::EndUpdate> forgotten;
   int64_t epoch = 0;
   std::map<std::string, ReplicaRun> replicas;
   std::unique_ptr<PrepareJob> prepare;

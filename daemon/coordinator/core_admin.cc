@@ -506,7 +506,8 @@ void CoordinatorCore::LearnFloor(const std::string& name,
   ModelRun* model = Model(name);
   registry_.AddModel(name);
   if (version <= model->book.floor()) return;
-  model->book.RaiseFloor(version);
+  const auto outdated = model->book.RaiseFloor(version);
+  if (outdated.has_value()) FailPublish(*outdated);
   auto* opened = Write()->mutable_update_opened();
   opened->set_model(name);
   opened->set_update_id(update_id);

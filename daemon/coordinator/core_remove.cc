@@ -62,6 +62,16 @@ void CoordinatorCore::Remove(AdminWait wait,
     for (const CommittedUpdate& commit : model->commits) {
       forgotten.insert(commit.update_id);
     }
+    for (const v1::Version& version : model->ended) {
+      v1::EndUpdate& end = model->forgotten.emplace_back();
+      end.set_model(wait.model);
+      end.set_update_id(version.update_id());
+      end.set_committed(forgotten.count(version.update_id()) != 0);
+      if (!end.committed()) *end.mutable_failure() = version.failure();
+    }
+    while (static_cast<int>(model->forgotten.size()) > kEndsTold) {
+      model->forgotten.pop_front();
+    }
     model->commits.clear();
     model->ended.clear();
     for (auto& node : nodes_) {

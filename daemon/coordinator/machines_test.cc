@@ -1026,6 +1026,20 @@ TEST_F(PublishBookTest, AnAbortedNumberOnlyWhileItIsTheFloor) {
   EXPECT_EQ(Call(0, 5).fault.reason, "VERSION_NOT_NEWER");
 }
 
+// It waited while the coordinator learned how far an adopted cluster had come:
+// the number would have been given out twice.
+TEST_F(PublishBookTest, ANumberThatWaitsIsHeldAgainstARaisedFloor) {
+  EXPECT_EQ(Call(0, 5).kind, D::kWait);
+  EXPECT_FALSE(book_.RaiseFloor(4).has_value());
+  const auto outdated = book_.RaiseFloor(5);
+  ASSERT_TRUE(outdated.has_value());
+  EXPECT_EQ(outdated->fault.reason, "VERSION_NOT_NEWER");
+  ASSERT_EQ(outdated->waiting.size(), 1u);
+  EXPECT_EQ(book_.pending(), nullptr);
+  Call(0, 6);
+  EXPECT_EQ(book_.Open("a").version, 6);
+}
+
 TEST_F(PublishBookTest, ACallTakesThePlaceOfOneThatWaits) {
   Call(0);
   const D again = Call(0);

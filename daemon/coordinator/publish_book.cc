@@ -27,6 +27,13 @@ Fault PublishBook::ForgottenFault(int64_t index) const {
                             "to it; publish again"));
 }
 
+Fault PublishBook::NotNewer(int64_t version) const {
+  return Fault(
+      absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
+      absl::StrCat("version ", version, " is not above version ", floor_,
+                   ", the highest accepted; give a higher one, or 0"));
+}
+
 void PublishBook::Recover(int64_t floor, int64_t index,
                           const std::string& update_id,
                           const Fault& newest_fault) {
@@ -214,10 +221,7 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
 
   if (call.version != 0 && call.version <= floor_ &&
       !(call.version == floor_ && floor_aborted_)) {
-    return Refuse(Fault(
-        absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
-        absl::StrCat("version ", call.version, " is not above version ", floor_,
-                     ", the highest accepted; publish a higher one, or 0")));
+    return Refuse(NotNewer(call.version));
   }
   Publish publish;
   publish.index = ++newest_index_;
@@ -249,10 +253,7 @@ Publish PublishBook::Open(const std::string& update_id) {
 Fault PublishBook::CheckAside(int64_t version) const {
   if (version != 0 && version <= floor_ &&
       !(version == floor_ && floor_aborted_)) {
-    return Fault(
-        absl::StatusCode::kFailedPrecondition, "VERSION_NOT_NEWER",
-        absl::StrCat("version ", version, " is not above version ", floor_,
-                     ", the highest accepted; give a higher one, or 0"));
+    return NotNewer(version);
   }
   if (pending() != nullptr && pending()->version != 0) {
     return Fault(absl::StatusCode::kUnavailable, "PUBLISH_WAITS",
@@ -272,10 +273,15 @@ void PublishBook::EndAside(int64_t version, const Fault& fault) {
   if (version == floor_) floor_aborted_ = !fault.ok();
 }
 
-void PublishBook::RaiseFloor(int64_t version) {
-  if (version <= floor_) return;
+absl::optional<Publish> PublishBook::RaiseFloor(int64_t version) {
+  if (version <= floor_) return absl::nullopt;
   floor_ = version;
   floor_aborted_ = false;
+  if (pending() == nullptr || pending()->version == 0 ||
+      pending()->version > floor_) {
+    return absl::nullopt;
+  }
+  return Expire(absl::InfinitePast(), NotNewer(pending()->version), true);
 }
 
 void PublishBook::End(const std::string& update_id, const Fault& fault) {

@@ -131,8 +131,9 @@ class PublishBook {
   int64_t OpenAside(int64_t version);
   void EndAside(int64_t version, const Fault& fault);
 
-  // A higher version is known to be out (an adopted cluster's).
-  void RaiseFloor(int64_t version);
+  // A higher version is known to be out (an adopted cluster's). One that waits
+  // and has named one that is not above it is FAILED: as Expire.
+  absl::optional<Publish> RaiseFloor(int64_t version);
 
   int64_t floor() const { return floor_; }
   int64_t newest_index() const { return newest_index_; }
@@ -144,6 +145,7 @@ class PublishBook {
 
   Publish* Find(int64_t index);
   Fault ForgottenFault(int64_t index) const;
+  Fault NotNewer(int64_t version) const;
   Decision Enter(Publish* publish, const PublishCall& call);
   Decision Refuse(Fault fault, int64_t index = 0) const;
   Decision Disagree(Publish* publish, const PublishCall& call,

@@ -124,6 +124,30 @@ TEST(RemoveTest, AReplicaThatWasAwayIsToldWhenItComesBack) {
   ExpectNextPublishWorks(&c);
 }
 
+// A rank on it may wait to be told (IN_PLACE), although the update is
+// forgotten.
+TEST(RemoveTest, ANodeThatWasAwayLearnsHowTheLastUpdateEnded) {
+  FakeCluster c;
+  c.AddStandardAdapter();
+  c.PublishAll(2);
+  c.Run();
+  const std::string update = c.Version().update_id();
+  c.Disconnect("n0");
+  c.Ask(Removal());
+  c.Run();
+  ASSERT_NE(First(c, "journal:model_removed"), -1);
+  c.commands.clear();
+  c.Reconnect("n0");
+  c.Run();
+  int ends = 0;
+  for (const auto& sent : c.commands) {
+    const v1::EndUpdate& end = sent.second.end_update();
+    if (end.update_id() == update && end.committed()) ++ends;
+  }
+  EXPECT_EQ(ends, 1);
+  ExpectNextPublishWorks(&c);
+}
+
 // What it was installing when the model was removed is given up with it.
 TEST(RemoveTest, AnInstallUnderWayIsGivenUp) {
   FakeCluster c;

@@ -144,6 +144,7 @@ void Checker::Held(const std::string& replica, bool held) {
 
 void Checker::Restarted(const std::string& replica) {
   served_[replica] = 0;
+  without_.erase(replica);
   // It comes up running, and is asked to pause.
   held_.erase(replica);
 }
@@ -176,11 +177,15 @@ void Checker::Serves(const std::string& replica,
     order = commit->second;
   }
   if (removed) {
-    if (removal_ == 0) {
+    // It may when nobody has ever committed anything, too.
+    if (removal_ == 0 && !commits_.empty() && without_.count(replica) == 0) {
       return Violation(absl::StrCat(
           replica, " generates without the model, which nobody removed"));
     }
     order = removal_;
+    without_.insert(replica);
+  } else {
+    without_.erase(replica);
   }
   int& before = served_[replica];
   const bool rolled_back =

@@ -85,6 +85,8 @@ class Checker {
   std::map<std::string, int> commits_;
   // The last removal of the model, in the same order; 0: there was none.
   int removal_ = 0;
+  // Replicas that generate without the model, and might begin to.
+  std::set<std::string> without_;
   std::map<std::string, bool> ends_;
   std::map<std::string, bool> outcomes_;
   std::map<std::string, int> served_;

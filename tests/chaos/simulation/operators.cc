@@ -20,6 +20,14 @@ void World::Admin(daemon::AdminRequest call, std::function<void(bool)> done) {
      [this, request,
       call = std::make_shared<daemon::AdminRequest>(std::move(call))] {
        if (coordinator_ == nullptr || admin_.count(request) == 0) return;
+       if (trace_ != nullptr) {
+         absl::visit(
+             [this](const auto& asked) {
+               Trace("operator asks ", asked.GetTypeName(), " ",
+                     asked.ShortDebugString());
+             },
+             *call);
+       }
        Execute(coordinator_->OnAdminRequest(Clock(), request, *call));
      });
 }

@@ -3,6 +3,7 @@
 //   bazel run //tests/chaos/simulation:simulate -- --seed=N --trace
 
 #include <cstdint>
+#include <cstdlib>
 #include <ostream>
 #include <sstream>
 #include <string>
@@ -24,6 +25,8 @@ constexpr int64_t kParts = 16;
 void BeQuiet() {
   FLAGS_logtostderr = true;
   FLAGS_minloglevel = 4;
+  // Else each line of a log, printed or not, looks for /etc/localtime.
+  setenv("TZ", "UTC0", 1);
 }
 
 class HistoriesTest : public ::testing::TestWithParam<int64_t> {};

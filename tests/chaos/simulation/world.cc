@@ -37,20 +37,22 @@ void World::TraceTime() {
           << "  ";
 }
 
-void World::PushEvent(Time at, int slot) {
-  events_.push_back({std::max(at, now_), event_number_++, slot});
+void World::PushEvent(Time at, int64_t number, int slot) {
+  events_.push_back({std::max(at, now_), number, slot});
   std::push_heap(events_.begin(), events_.end(), Later);
 }
 
 void World::DoNext() {
   const int index = events_.front().slot;
+  const int64_t number = events_.front().number;
   Slot& slot = slots_[static_cast<size_t>(index)];
   std::pop_heap(events_.begin(), events_.end(), Later);
   events_.pop_back();
   ++outcome_.events;
   if (slot.process == nullptr || slot.process->life == slot.life) {
     if (slot.process != nullptr && now_ < slot.process->stopped_until) {
-      return PushEvent(slot.process->stopped_until, index);
+      // Its place in the line it keeps, however often it is put off.
+      return PushEvent(slot.process->stopped_until, number, index);
     }
     slot.task.Run();
   }

@@ -507,9 +507,9 @@ class World {
     slot.process = process;
     slot.life = process == nullptr ? 0 : process->life;
     slot.task.Set(std::forward<F>(what));
-    PushEvent(at, index);
+    PushEvent(at, event_number_++, index);
   }
-  void PushEvent(Time at, int slot);
+  void PushEvent(Time at, int64_t number, int slot);
   // The next event, at its time.
   void DoNext();
   std::vector<Event> events_;
