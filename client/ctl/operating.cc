@@ -32,7 +32,7 @@ int Ctl::Prepare() {
   return Print(response, [&] {
     return absl::StrCat(
         *name, " is ready: layout ", response.layout_id(), ", ",
-        response.bucket_count(), " buckets, ",
+        Counted(response.bucket_count(), "bucket"), ", ",
         HumanBytes(response.wire_bytes()), " over the network, prepared in ",
         HumanDuration(client::FromProto(response.prepare_duration())), "\n");
   });
@@ -125,14 +125,23 @@ int Ctl::Remove() {
       });
   if (!status.ok()) return Fail(status);
   return Print(model, [&] {
-    return model.removed()
-               ? absl::StrCat(model.name(),
-                              " is removed: no engine has it, until it is "
-                              "published again\n")
-               : absl::StrCat(model.name(),
-                              " was removed, and published again "
-                              "meanwhile: ",
-                              model.active_version(), "\n");
+    if (!model.removed()) {
+      return absl::StrCat(model.name(),
+                          " was removed, and published again meanwhile: ",
+                          model.active_version(), "\n");
+    }
+    if (model.absent_replicas().empty()) {
+      return absl::StrCat(model.name(),
+                          " is removed: no engine has it, until it is "
+                          "published again\n");
+    }
+    return absl::StrCat(
+        model.name(), " is removed from every engine that is here; ",
+        Counted(model.absent_replicas_size(), "replica"),
+        " may still hold it and ",
+        model.absent_replicas_size() == 1 ? "drops it when it comes: "
+                                          : "drop it when they come: ",
+        NamesText(model.absent_replicas()), "\n");
   });
 }
 
@@ -160,8 +169,9 @@ int Ctl::Verify() {
                         worker.failure().message(), "\n");
         continue;
       }
-      absl::StrAppend(&out, worker.tensor_count(), " tensors compared, ",
-                      worker.different_tensors_size(), " different\n");
+      absl::StrAppend(&out, Counted(worker.tensor_count(), "tensor"),
+                      " compared, ", worker.different_tensors_size(),
+                      " different\n");
       for (const std::string& tensor : worker.different_tensors()) {
         absl::StrAppend(&out, "    ", tensor, "\n");
       }

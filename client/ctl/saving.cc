@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "client/cc/served.h"
 #include "client/cc/wire_time.h"
 #include "client/ctl/ctl.h"
 #include "client/ctl/format.h"
@@ -46,9 +47,9 @@ int Ctl::Save() {
   return Print(response, [&] {
     return absl::StrCat(
         "version ", response.version(), " is at ", response.path(), ": ",
-        response.tensor_count(), " tensors, ",
-        HumanBytes(response.written_bytes()), " in ", response.shard_count(),
-        response.shard_count() == 1 ? " file" : " files", ", written in ",
+        Counted(response.tensor_count(), "tensor"), ", ",
+        HumanBytes(response.written_bytes()), " in ",
+        Counted(response.shard_count(), "file"), ", written in ",
         HumanDuration(client::FromProto(response.save_duration())), " by ",
         absl::StrJoin(response.nodes(), ", "), "\n");
   });
@@ -77,7 +78,11 @@ int Ctl::Load() {
         return stub_->LoadVersion(context, request, &version);
       });
   if (!status.ok()) return Fail(status);
-  return Print(version, [&] { return RenderVersion(version, absl::Now()); });
+  return Print(version, [&] {
+    return absl::StrCat(RenderVersion(version, absl::Now()), "\n",
+                        arguments_.positional[1],
+                        " is loaded: ", client::ServedText(version), "\n");
+  });
 }
 
 }  // namespace ctl

@@ -42,7 +42,7 @@ def test_a_ddp_trainer_and_an_engine_in_forty_lines():
         assert trainer.wait(240) == 0, trainer.story() + engine.story()
         said = trainer.lines()
         assert sum(line.startswith("step ") for line in said) == 5
-        assert {line.split(":")[0] for line in said if "every replica serves" in line} == {"rank 0", "rank 1"}
+        assert {line.split(":")[0] for line in said if "1 replica serves models/policy/versions/5" in line} == {"rank 0", "rank 1"}
         cluster.wait_until(
             lambda: "serving version 5: 4 tensors" in engine.lines(), "the engine is not at version 5", 60, [engine]
         )
