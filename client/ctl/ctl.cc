@@ -44,8 +44,6 @@ void PrintError(const Screen& screen, bool json, const absl::Status& status,
               << "\n";
 }
 
-namespace {
-
 int ExitOf(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -62,8 +60,6 @@ int ExitOf(const absl::Status& status) {
       return kExitError;
   }
 }
-
-}  // namespace
 
 absl::optional<std::string> Ctl::OneName(const char* collection,
                                          const char* usage) {

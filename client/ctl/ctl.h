@@ -22,7 +22,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
@@ -30,8 +33,10 @@
 #include "client/cc/wire_time.h"
 #include "client/ctl/arguments.h"
 #include "client/ctl/commands.h"
+#include "client/ctl/help.h"
 #include "client/ctl/mapping.h"
 #include "client/ctl/plan.h"
+#include "proto/status.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 
 namespace weightsync {
@@ -49,6 +54,8 @@ absl::StatusOr<std::string> ToJson(const google::protobuf::Message& message,
 // sentence for people would be.
 void PrintError(const Screen& screen, bool json, const absl::Status& status,
                 const std::string& help);
+
+int ExitOf(const absl::Status& status);
 
 class Ctl {
  public:
