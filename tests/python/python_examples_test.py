@@ -69,6 +69,7 @@ def test_an_adapter_is_published_replaced_and_removed():
         )
     ]
     assert [line for line in lines if not line.startswith("engine: ")] == [
+        "2 models, one engine",
         "1 replica serves models/base/versions/1",
         "1 replica serves models/adapter/versions/1",
         "1 replica serves models/adapter/versions/2",

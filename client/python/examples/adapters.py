@@ -32,6 +32,7 @@ class Engine(threading.Thread):
 
     def __init__(self):
         super().__init__(daemon=True)
+        self.changed = threading.Event()
         self.base, self.lora = base_weights(0), lora_weights(0)  # their memory stays where it is
         self.gate = weightsync.Gate()
         base, lora = self.parts = self.gate.part("base"), self.gate.part("adapter")
@@ -65,24 +66,29 @@ class Engine(threading.Thread):
             if used != said:
                 said = used
                 print(f"engine: {used}: {y[0]:g}", flush=True)
+                self.changed.set()
             time.sleep(0.001)
+
+
+def show(line):
+    """Prints what was done, and waits until the engine has answered with it."""
+    print(line, flush=True)
+    engine.changed.wait(30)
+    engine.changed.clear()
 
 
 engine = Engine()
 engine.start()
+show(f"{len(engine.workers)} models, one engine")
 base = weightsync.Trainer("base", address=address)
 adapter = weightsync.Trainer("adapter", address=address)
 with base, adapter, weightsync.Admin(address) as admin:
-    print(base.publish(tensors=base_weights(1)).wait(), flush=True)
-    for version in (1, 2):  # the second takes the first one's place, at once
-        print(adapter.publish(tensors=lora_weights(version)).wait(), flush=True)
-        time.sleep(0.2)
-    print(base.publish(tensors=base_weights(2)).wait(), flush=True)  # the adapter stays
-    time.sleep(0.2)
+    show(base.publish(tensors=base_weights(1)).wait())
+    show(adapter.publish(tensors=lora_weights(1)).wait())
+    show(adapter.publish(tensors=lora_weights(2)).wait())  # in place of the first, at once
+    show(base.publish(tensors=base_weights(2)).wait())  # the adapter stays
     removed = admin.call("RemoveModel", timeout=60, name="models/adapter")
-    print(f"{removed.name} removed; may still hold it: {list(removed.absent_replicas) or 'nobody'}", flush=True)
-    time.sleep(0.2)
-    print(adapter.publish(tensors=lora_weights(3)).wait(), flush=True)  # and it is back
-    time.sleep(0.2)
+    show(f"{removed.name} removed; may still hold it: {', '.join(removed.absent_replicas) or 'nobody'}")
+    show(adapter.publish(tensors=lora_weights(3)).wait())  # and it is back
 for worker in engine.workers:
     worker.close()
