@@ -327,11 +327,8 @@ class Stepper {
           absl::StrCat("not ready to receive within ",
                        absl::FormatDuration(config_.prepare_timeout), ": node ",
                        absl::StrJoin(late, ", ")));
-      if (CanGoByDisk()) {
-        GoByDisk(fault);
-      } else {
-        Abort(fault);
-      }
+      if (CanGoByDisk()) return GoByDisk(fault);
+      Abort(fault);
     } else if (s_.phase == UpdatePhase::kMoving) {
       std::vector<std::string> late;
       for (const UpdateNode& node : s_.nodes) {
