@@ -116,9 +116,18 @@ class FakeAdmin : public v1::AdminService::Service {
     r->set_equal(true);
     r->set_version(1);
     r->add_workers()->set_tensor_count(1);
+    if (uncompared || different) r->set_equal(false);
+    if (different) r->mutable_workers(0)->add_different_tensors("w");
+    if (uncompared) {
+      auto* failed = r->add_workers()->mutable_failure();
+      failed->set_reason("DIGESTS_UNKNOWN");
+      failed->set_message("It holds none.");
+    }
     return failure;
   }
 
+  bool uncompared = false;
+  bool different = false;
   v1::Model removed;
   v1::Version loaded;
   grpc::Status failure;
@@ -336,6 +345,19 @@ TEST_F(CommandsTest, OneOfAKindIsNotMany) {
   EXPECT_THAT(out_.str(), HasSubstr(": 1 tensor, 0 B in 1 file, written in"));
   EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitOk);
   EXPECT_THAT(out_.str(), HasSubstr("1 tensor compared, 0 different"));
+}
+
+TEST_F(CommandsTest, WhoCannotBeComparedDoesNotDiffer) {
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitOk);
+  EXPECT_THAT(out_.str(), StartsWith("models/m/replicas/r0 holds version 1"));
+  admin_.uncompared = true;
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitError);
+  EXPECT_THAT(out_.str(),
+              StartsWith("models/m/replicas/r0 could not be compared with "));
+  EXPECT_THAT(out_.str(), HasSubstr("DIGESTS_UNKNOWN: It holds none.\n"));
+  admin_.different = true;
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitError);
+  EXPECT_THAT(out_.str(), StartsWith("models/m/replicas/r0 DIFFERS from "));
 }
 
 TEST_F(CommandsTest, HelpIsText) {

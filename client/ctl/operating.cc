@@ -1,5 +1,6 @@
 // What operators ask for.
 
+#include <algorithm>
 #include <string>
 
 #include "absl/status/status.h"
@@ -158,8 +159,15 @@ int Ctl::Verify() {
       });
   if (!status.ok()) return Fail(status);
   const int printed = Print(response, [&] {
+    // Who could not be compared has not been found different.
+    const bool differs = std::any_of(
+        response.workers().begin(), response.workers().end(),
+        [](const auto& worker) { return worker.different_tensors_size() > 0; });
     std::string out = absl::StrCat(
-        *name, response.equal() ? " holds version " : " DIFFERS from version ",
+        *name,
+        response.equal() ? " holds version "
+        : differs        ? " DIFFERS from version "
+                         : " could not be compared with version ",
         response.version(), " (update ", response.update_id(), ")\n");
     for (const auto& worker : response.workers()) {
       absl::StrAppend(&out, "  worker ", worker.worker_index(), " on ",
