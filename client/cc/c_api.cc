@@ -14,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "client/cc/replica.h"
 #include "client/cc/rpc.h"
+#include "client/cc/served.h"
 #include "client/cc/tensor.h"
 #include "client/cc/trainer.h"
 #include "client/cc/wire_time.h"
@@ -229,6 +230,15 @@ void Fill(const v1::Version& from, weightsync_version* to) {
   to->failure_code = from.failure().code();
   Put(from.failure().reason(), to->failure_reason);
   Put(from.failure().message(), to->failure_message);
+  to->serving_count = client::ServingCount(from);
+  to->absent_count = from.absent_replicas_size();
+  std::string absent;
+  for (const std::string& name : from.absent_replicas()) {
+    if (absent.size() + name.size() + 2 > sizeof(to->absent_replicas)) break;
+    absl::StrAppend(&absent, absent.empty() ? "" : " ", name);
+  }
+  Put(absent, to->absent_replicas);
+  Put(client::ServedText(from), to->summary);
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ extern "C" {
 #endif
 
 /* Grows when something that exists changes its meaning; additions leave it. */
-#define WEIGHTSYNC_ABI_VERSION 1
+#define WEIGHTSYNC_ABI_VERSION 2
 int32_t weightsync_abi_version(void);
 
 /* weightsync_publish_options options;
@@ -213,6 +213,15 @@ typedef struct weightsync_version {
   int32_t failure_code;
   char failure_reason[64];
   char failure_message[1024];
+  /* Replicas that run with it. */
+  int32_t serving_count;
+  /* Known ones that were not whole when it began: they do not serve it yet, and
+   * get it when they come. Their names ("models/{model}/replicas/{replica}")
+   * with spaces between them; those that do not fit are left out. */
+  int32_t absent_count;
+  char absent_replicas[4096];
+  /* Who serves it, or what it is: a sentence for people. */
+  char summary[1024];
 } weightsync_version;
 
 typedef struct weightsync_prepared {

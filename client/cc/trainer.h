@@ -182,7 +182,9 @@ class Trainer {
   //   ALLOCATION_FREED: GPU memory of a shard was freed; register it again.
   absl::StatusOr<PublishResult> Publish(const PublishOptions& options);
 
-  // Waits for the outcome: the version when every replica serves it.
+  // Waits for the outcome: the version when every replica that had a part in it
+  // serves it. Others may be known (absent_replicas): ServedText (served.h)
+  // says it in a sentence.
   //   ABORTED, with the update's own reason and sentence.
   //   DEADLINE_EXCEEDED  WAIT_TIMEOUT: it goes on; the sentence says where it
   //   is.

@@ -888,11 +888,14 @@ class Worker::Impl {
     // Reads the memory: it must be there.
     absl::Status status =
         options_.take
-            ? ErrorStatus(absl::StatusCode::kFailedPrecondition,
-                          "DIGESTS_UNKNOWN",
-                          absl::StrCat(Name(),
-                                       " hands its tensors over to the "
-                                       "engine and keeps none to digest."))
+            ? ErrorStatus(
+                  absl::StatusCode::kFailedPrecondition, "DIGESTS_UNKNOWN",
+                  absl::StrCat(Name(),
+                               " has a loader: this library hands each tensor "
+                               "over to the engine and holds none of them "
+                               "itself, so it has nothing to digest; ask the "
+                               "engine, or register tensors that are filled "
+                               "in place."))
             : BeginWrite(v1::ApplyUpdate());
     if (status.ok()) {
       const std::vector<Tensor>& tensors = sets_[serving_];

@@ -89,6 +89,47 @@ class FakeAdmin : public v1::AdminService::Service {
     return failure;
   }
 
+  grpc::Status RemoveModel(grpc::ServerContext*,
+                           const v1::RemoveModelRequest* q,
+                           v1::Model* model) override {
+    *model = removed;
+    model->set_name(q->name());
+    return failure;
+  }
+  grpc::Status LoadVersion(grpc::ServerContext*, const v1::LoadVersionRequest*,
+                           v1::Version* version) override {
+    *version = loaded;
+    return failure;
+  }
+  grpc::Status SaveVersion(grpc::ServerContext*, const v1::SaveVersionRequest*,
+                           v1::SaveVersionResponse* r) override {
+    r->set_path("run/1");
+    r->set_version(1);
+    r->set_tensor_count(1);
+    r->set_shard_count(1);
+    r->add_nodes("nodes/a");
+    return failure;
+  }
+  grpc::Status VerifyReplica(grpc::ServerContext*,
+                             const v1::VerifyReplicaRequest*,
+                             v1::VerifyReplicaResponse* r) override {
+    r->set_equal(true);
+    r->set_version(1);
+    r->add_workers()->set_tensor_count(1);
+    if (uncompared || different) r->set_equal(false);
+    if (different) r->mutable_workers(0)->add_different_tensors("w");
+    if (uncompared) {
+      auto* failed = r->add_workers()->mutable_failure();
+      failed->set_reason("DIGESTS_UNKNOWN");
+      failed->set_message("It holds none.");
+    }
+    return failure;
+  }
+
+  bool uncompared = false;
+  bool different = false;
+  v1::Model removed;
+  v1::Version loaded;
   grpc::Status failure;
   std::vector<std::string> models = {"models/m"};
   std::vector<v1::Version> watched;
@@ -200,7 +241,7 @@ TEST_F(CommandsTest, WatchPrintsALineForEachStepAndAnswersWithTheEnd) {
             "models/m/versions/1 GATHERING 0% 0 of 0 ranks copied out\n"
             "models/m/versions/1 MOVING 1% 1 B of 100 B\n"
             "models/m/versions/1 MOVING 55% 55 B of 100 B\n"
-            "models/m/versions/1 ACTIVE 100 B in 0 s\n");
+            "models/m/versions/1 ACTIVE 100 B\n");
   EXPECT_THAT(admin_.parents, ElementsAre("models/m/versions/1"));
   EXPECT_EQ(Ctl({"watch", "m/1", "--json"}), kExitOk);
   const std::string lines = out_.str();
@@ -214,8 +255,8 @@ TEST_F(CommandsTest, WatchDrawsOverOneLineOnATerminal) {
   EXPECT_EQ(Ctl({"watch", "m/1"}), kExitOk);
   EXPECT_EQ(out_.str(),
             "\r\033[Kmodels/m/versions/1  MOVING     "
-            "[############------------]  50%  50 B of 100 B  0 s"
-            "\r\033[Kmodels/m/versions/1  ACTIVE     100 B in 0 s\n");
+            "[############------------]  50%  50 B of 100 B  -"
+            "\r\033[Kmodels/m/versions/1  ACTIVE     100 B\n");
 }
 
 TEST_F(CommandsTest, AnAbortedVersionHasItsOwnExitCode) {
@@ -270,6 +311,73 @@ TEST_F(CommandsTest, FailuresHaveExitCodesAndReasons) {
   server_->Shutdown();
   EXPECT_EQ(Ctl({"status"}), kExitUnreachable);
   EXPECT_THAT(err_.str(), HasSubstr("DAEMON_UNREACHABLE"));
+}
+
+TEST_F(CommandsTest, ARemovalSaysWhoMayStillHoldIt) {
+  admin_.removed.set_removed(true);
+  EXPECT_EQ(Ctl({"remove", "m"}), kExitOk);
+  EXPECT_EQ(out_.str(),
+            "models/m is removed: no engine has it, until it is published "
+            "again\n");
+  admin_.removed.add_absent_replicas("models/m/replicas/r1");
+  EXPECT_EQ(Ctl({"remove", "m"}), kExitOk);
+  EXPECT_EQ(out_.str(),
+            "models/m is removed from every engine that is here; 1 replica may "
+            "still hold it and drops it when it comes: r1\n");
+  admin_.removed.add_absent_replicas("models/m/replicas/r2");
+  EXPECT_EQ(Ctl({"remove", "m"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("drop it when they come: r1, r2\n"));
+}
+
+TEST_F(CommandsTest, ALoadEndsWithWhoServesIt) {
+  admin_.loaded = Version(v1::Version::STATE_ACTIVE);
+  v1::ReplicaTimes* times = admin_.loaded.add_replicas();
+  times->set_replica("models/m/replicas/r0");
+  times->mutable_resumed_time()->set_seconds(1);
+  EXPECT_EQ(Ctl({"load", "m", "run/1"}), kExitOk);
+  EXPECT_THAT(out_.str(),
+              ::testing::EndsWith("\nrun/1 is loaded: 1 replica serves "
+                                  "models/m/versions/1\n"));
+}
+
+TEST_F(CommandsTest, OneOfAKindIsNotMany) {
+  EXPECT_EQ(Ctl({"save", "m/1", "run/1"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr(": 1 tensor, 0 B in 1 file, written in"));
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("1 tensor compared, 0 different"));
+}
+
+TEST_F(CommandsTest, WhoCannotBeComparedDoesNotDiffer) {
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitOk);
+  EXPECT_THAT(out_.str(), StartsWith("models/m/replicas/r0 holds version 1"));
+  admin_.uncompared = true;
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitError);
+  EXPECT_THAT(out_.str(),
+              StartsWith("models/m/replicas/r0 could not be compared with "));
+  EXPECT_THAT(out_.str(), HasSubstr("DIGESTS_UNKNOWN: It holds none.\n"));
+  admin_.different = true;
+  EXPECT_EQ(Ctl({"verify", "m/r0"}), kExitError);
+  EXPECT_THAT(out_.str(), StartsWith("models/m/replicas/r0 DIFFERS from "));
+}
+
+TEST_F(CommandsTest, HelpIsText) {
+  std::istringstream lines(GeneralHelp());
+  std::string line;
+  int commands = 0;
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    const std::string text = CommandHelp(name);
+    if (line.rfind("  ", 0) != 0 || text.empty()) continue;
+    ++commands;
+    for (const char c : text) {
+      EXPECT_TRUE(c == '\n' || (c >= ' ' && c <= '~'))
+          << name << ": byte " << static_cast<int>(c);
+    }
+  }
+  EXPECT_GE(commands, 20);
+  EXPECT_THAT(CommandHelp("names"), HasSubstr("RE2, \\1 to \\9 are"));
 }
 
 TEST_F(CommandsTest, UsageErrors) {

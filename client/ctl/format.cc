@@ -89,6 +89,15 @@ std::string WithCommas(int64_t number) {
   return digits;
 }
 
+std::string Counted(int64_t count, absl::string_view what) {
+  if (count == 1) return absl::StrCat("1 ", what);
+  if (absl::EndsWith(what, "y")) {
+    return absl::StrCat(WithCommas(count), " ", what.substr(0, what.size() - 1),
+                        "ies");
+  }
+  return absl::StrCat(WithCommas(count), " ", what, "s");
+}
+
 std::string LastPart(absl::string_view name) {
   const size_t slash = name.rfind('/');
   return std::string(slash == absl::string_view::npos ? name

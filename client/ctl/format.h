@@ -28,6 +28,9 @@ std::string Ago(absl::Time now, absl::Time then);
 // "494,032,768".
 std::string WithCommas(int64_t number);
 
+// "1 rank", "3 ranks", "2 copies".
+std::string Counted(int64_t count, absl::string_view what);
+
 // The last part of a resource name: "models/m/replicas/r" -> "r".
 std::string LastPart(absl::string_view name);
 

@@ -54,6 +54,14 @@ TEST(FormatTest, TableAlignsNumbersRightAndTrimsLines) {
             "b               -\n");
 }
 
+TEST(FormatTest, CountedThings) {
+  EXPECT_EQ(Counted(0, "rank"), "0 ranks");
+  EXPECT_EQ(Counted(1, "rank"), "1 rank");
+  EXPECT_EQ(Counted(1234, "bucket"), "1,234 buckets");
+  EXPECT_EQ(Counted(1, "copy"), "1 copy");
+  EXPECT_EQ(Counted(2, "copy"), "2 copies");
+}
+
 }  // namespace
 }  // namespace ctl
 }  // namespace weightsync

@@ -94,13 +94,17 @@ the tensors are named.
 weightsyncctl save MODEL N PATH [...]
 
 Writes a committed version as Hugging Face safetensors to directory PATH below
-the daemons' --checkpoint_root: shards, model.safetensors.index.json, then what
---template (a directory below it, too) has beside weights. Complete, or not
-there at all.
+the daemons' --checkpoint_root: model.safetensors; or, above --max_shard_bytes,
+several files and model.safetensors.index.json. Then what --template (a
+directory below it, too) has beside weights. Complete, or not there at all.
 
   --template DIR        whose config and tokenizer files are copied
   --max_shard_bytes N   of one file (default 5000000000)
-  --overwrite           put in place of a checkpoint that is there, at once
+  --overwrite           put in place of a checkpoint that is there, at once;
+                        all of it goes, its config and tokenizer files too:
+                        --template PATH keeps those. A directory with anything
+                        that no checkpoint writes is not replaced, and nothing
+                        is saved inside of a checkpoint (CHECKPOINT_PATH_TAKEN)
 )"},
     {"load", "publish the weights of a checkpoint",
      R"(weightsyncctl load MODEL PATH [--version N] [--pause_mode abort|drain|keep]
@@ -185,7 +189,7 @@ models/MODEL/replicas/NAME (what its workers take). Exit code 1 when something
 is left over or differs.
 
 RULES.json is a list of rules, applied in their order, each to what the one
-before it left; patterns are RE2,  to \9 are their groups:
+before it left; patterns are RE2, \1 to \9 are their groups:
 
   [{"rename": ["^transformer\.h\.", "model.layers."]},
    {"drop": "inv_freq$"},

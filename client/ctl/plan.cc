@@ -256,11 +256,6 @@ absl::Status ReadConfig(const std::string& path, v1::PlanSpec* spec,
                                   absl::StrJoin(names, ", ")));
 }
 
-// "1 rank", "3 ranks".
-std::string Counted(int64_t count, const char* what) {
-  return absl::StrCat(count, " ", what, count == 1 ? "" : "s");
-}
-
 std::string Bar(double part) {
   const int filled = static_cast<int>(part * kBarColumns + 0.5);
   return std::string(std::max(0, std::min(filled, kBarColumns)), '#');
@@ -455,8 +450,7 @@ std::string RenderPlan(const std::string& title,
   const std::pair<const char*, std::string> facts[] = {
       {"bytes of the model",
        absl::StrCat(HumanBytes(response.total_bytes()), " in ",
-                    WithCommas(response.bucket_count()),
-                    response.bucket_count() == 1 ? " bucket" : " buckets")},
+                    Counted(response.bucket_count(), "bucket"))},
       {"over the network", HumanBytes(response.wire_bytes())},
       {"sent by", senders.empty()
                       ? std::string("nobody")
@@ -528,8 +522,8 @@ std::string RenderCopies(const schedule::PlanReport& report) {
     }
     absl::StrAppend(&out, "\nworker ", worker.replica, ":", worker.tp, " on ",
                     report.nodes[worker.node], ": ",
-                    WithCommas(static_cast<int64_t>(worker.copies.size())),
-                    " copies, ", HumanBytes(bytes), "\n", table.ToString());
+                    Counted(static_cast<int64_t>(worker.copies.size()), "copy"),
+                    ", ", HumanBytes(bytes), "\n", table.ToString());
   }
   return out;
 }

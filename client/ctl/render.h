@@ -35,6 +35,10 @@ std::string RenderModel(const v1::Model& model);
 std::string RenderReplica(const v1::Replica& replica);
 std::string RenderVersion(const v1::Version& version, absl::Time now);
 
+// Short names, with commas.
+std::string NamesText(
+    const google::protobuf::RepeatedPtrField<std::string>& names);
+
 // "MOVING": the enum's value without its prefix.
 std::string StateName(v1::Version::State state);
 std::string StateName(v1::Replica::State state);

@@ -133,6 +133,7 @@ state        ACTIVE
 update_id    fedcba9876543210fedcba9876543210
 step         7
 started      1 m 40 s ago
+served by    1 replica
 model bytes  988.1 MB
 wire bytes   988.1 MB in 12 buckets
 policy       SHARDED
@@ -222,6 +223,55 @@ No replicas.
 
 models/qwen/versions/3 MOVING 62% 613.0 MB of 988.1 MB
 )");
+}
+
+TEST(RenderTest, WhoDoesNotServeAVersionYetIsNamed) {
+  using ::testing::HasSubstr;
+  v1::Version version = Active();
+  version.add_absent_replicas("models/qwen/replicas/r1");
+  const std::string text =
+      "; not yet: r1 (not whole when it began, gets it when it comes)\n";
+  EXPECT_THAT(ProgressLine(version, Now()) + "\n", HasSubstr(text));
+  EXPECT_THAT(RenderVersions({version}, Now()),
+              HasSubstr("\nmodels/qwen/versions/2" + text));
+  EXPECT_THAT(RenderVersion(version, Now()),
+              HasSubstr("\nserved by    1 replica" + text));
+  v1::Model model;
+  model.set_removed(true);
+  model.add_absent_replicas("models/qwen/replicas/r1");
+  EXPECT_THAT(RenderModel(model), HasSubstr("may still hold it  r1\n"));
+}
+
+// Of a version of the coordinator's life before this one the journal alone
+// knows, and not when it began.
+TEST(RenderTest, WhatIsNotKnownIsNoZero) {
+  const v1::Version version = Parse<v1::Version>(R"(
+    name: "models/qwen/versions/2" version: 2 update_id: "fedcba98"
+    state: STATE_ACTIVE commit_time { seconds: 1900 })");
+  EXPECT_EQ(ProgressLine(version, Now()), "models/qwen/versions/2 ACTIVE -");
+  const std::string shown = RenderVersion(version, Now()) +
+                            RenderVersions({version}, Now()) +
+                            ProgressBar(version, Now(), 200);
+  EXPECT_EQ(shown.find("0 s"), std::string::npos) << shown;
+  EXPECT_EQ(shown.find("0 B"), std::string::npos) << shown;
+  EXPECT_EQ(shown.find("000"), std::string::npos) << shown;
+}
+
+TEST(RenderTest, OneOfAKindIsNotMany) {
+  v1::Version version = Moving();
+  version.set_state(v1::Version::STATE_GATHERING);
+  version.add_ranks();
+  EXPECT_EQ(ProgressText(version), "0 of 1 rank copied out");
+  version.set_state(v1::Version::STATE_PAUSING);
+  version.add_replicas();
+  EXPECT_EQ(ProgressText(version), "0 of 1 replica paused");
+  version.set_bucket_count(1);
+  EXPECT_THAT(RenderVersion(version, Now()),
+              ::testing::HasSubstr(" in 1 bucket\n"));
+  v1::Model model;
+  model.set_replica_count(1);
+  model.set_worker_count(1);
+  EXPECT_THAT(RenderModel(model), ::testing::HasSubstr("1 with 1 worker\n"));
 }
 
 TEST(RenderTest, WhatAnOperatorHasAskedForIsSeen) {

@@ -452,6 +452,56 @@ TEST(DiskTest, FallsBackWhenNoGroupCanBeMade) {
   EXPECT_EQ(c.Version().transfer_medium(), v1::TRANSFER_MEDIUM_NETWORK);
 }
 
+TEST(DiskTest, WhereTheDiskFailsTooBothReasonsAreNamed) {
+  FakeCluster c;
+  c.AddStandard();
+  c.intercept = [&](const std::string& node, const Command& command) {
+    v1::NodeReport report;
+    if (command.write_checkpoint().step() == v1::WriteCheckpoint::STEP_BEGIN) {
+      v1::CheckpointWritten* written = report.mutable_checkpoint_written();
+      written->set_command_id(command.write_checkpoint().command_id());
+      *written->mutable_failure() =
+          MakeFailure(9, "CHECKPOINT_ROOT_MISSING", "no root");
+    } else if (node == "n1" && command.has_prepare_update()) {
+      v1::UpdatePrepared* prepared = report.mutable_update_prepared();
+      prepared->set_model(kModel);
+      prepared->set_update_id(command.prepare_update().update_id());
+      *prepared->mutable_epoch() = command.prepare_update().epoch();
+      *prepared->mutable_failure() =
+          MakeFailure(14, "PEER_LOST", "connection refused");
+    } else {
+      return false;
+    }
+    c.Report(node, report);
+    return true;
+  };
+  PublishBoth(&c, By(v1::TRANSFER_MEDIUM_NETWORK_OR_DISK));
+  const v1::Version version = c.Version();
+  EXPECT_EQ(version.state(), v1::Version::STATE_ABORTED);
+  EXPECT_EQ(version.failure().reason(), "CHECKPOINT_ROOT_MISSING");
+  EXPECT_THAT(version.failure().message(), HasSubstr("no root"));
+  EXPECT_THAT(version.failure().message(),
+              HasSubstr("PEER_LOST: node n1: connection refused"));
+  // By disk alone there is one reason.
+  PublishBoth(&c, By(v1::TRANSFER_MEDIUM_DISK));
+  EXPECT_THAT(c.Version().failure().message(),
+              ::testing::Not(HasSubstr("PEER_LOST")));
+}
+
+TEST(DiskTest, AVersionDoesNotNameACheckpointThatWasPruned) {
+  CoordinatorOptions options;
+  options.checkpoints_kept = 2;
+  FakeCluster c(options);
+  c.AddStandard();
+  for (int i = 0; i < 4; ++i) PublishBoth(&c, By(v1::TRANSFER_MEDIUM_DISK));
+  EXPECT_EQ(c.CountCommands(Command::kPruneCheckpoints), 4);
+  EXPECT_EQ(c.Version("1").checkpoint_path(), "");
+  EXPECT_EQ(c.Version("2").checkpoint_path(), "");
+  EXPECT_THAT(c.Version("3").checkpoint_path(), HasSubstr("updates/m/3-"));
+  EXPECT_THAT(c.Version("4").checkpoint_path(), HasSubstr("updates/m/4-"));
+  EXPECT_EQ(c.Version("1").transfer_medium(), v1::TRANSFER_MEDIUM_DISK);
+}
+
 TEST(DiskTest, ANodeThatDoesNotAnswerIsNotWaitedForTwice) {
   FakeCluster c;
   c.AddStandard();

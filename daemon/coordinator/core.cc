@@ -46,6 +46,14 @@ const CommittedUpdate* ModelRun::Wanted() const {
   return wanted == nullptr || wanted->lost ? nullptr : wanted;
 }
 
+std::vector<std::string> ModelRun::AbsentReplicas() const {
+  std::set<std::string> absent = unseen_replicas;
+  for (const auto& replica : replicas) {
+    if (!replica.second.machine.Complete()) absent.insert(replica.first);
+  }
+  return {absent.begin(), absent.end()};
+}
+
 UpdateRun* ModelRun::FindUpdate(const std::string& update_id) const {
   for (const auto& update : updates) {
     if (update->update_id == update_id) return update.get();
@@ -645,6 +653,9 @@ ModelRun* CoordinatorCore::Model(const std::string& name) {
 void CoordinatorCore::Forget() {
   for (auto& entry : models_) {
     ModelRun& model = entry.second;
+    if (now_ - start_time_ >= options_.lost_replica_ttl) {
+      model.unseen_replicas.clear();
+    }
     for (auto it = model.replicas.begin(); it != model.replicas.end();) {
       const ReplicaEntry* replica =
           registry_.FindReplica(model.name, it->first);

@@ -271,6 +271,8 @@ struct ModelRun {
   std::set<std::string> held_replicas;
   // Taken out of its engines, and nothing was committed since.
   bool removed = false;
+  // Replicas that the journal names and that have not come in this term.
+  std::set<std::string> unseen_replicas;
   std::unique_ptr<FetchRun> fetch;
   // (node, update_id) that were told to keep it.
   std::set<std::pair<std::string, std::string>> pins;
@@ -290,6 +292,8 @@ struct ModelRun {
   // The newest committed one; no update_id: none.
   const CommittedUpdate& Newest() const;
   const CommittedUpdate* FindCommit(const std::string& update_id) const;
+  // Short names of the replicas that are known and not whole now.
+  std::vector<std::string> AbsentReplicas() const;
   // What replicas shall have: what a rollback holds, else the newest; null:
   // nothing, or nobody has its bytes any more.
   const CommittedUpdate* Wanted() const;
@@ -573,6 +577,8 @@ class CoordinatorCore {
   void SendDiskPrepare(ModelRun* model, UpdateRun* update, int node);
   void SendDiskMove(ModelRun* model, UpdateRun* update, int node);
   void NoteCopied(const UpdateRun& update);
+  // Says of ended versions that their checkpoints were removed.
+  void ForgetPruned(ModelRun* model, const std::set<std::string>& busy);
   void EndDisk(ModelRun* model, UpdateRun* update, bool active);
 
   // ---- core_load.cc ----

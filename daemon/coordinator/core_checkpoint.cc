@@ -5,7 +5,9 @@
 #include <algorithm>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "daemon/coordinator/core.h"
 #include "daemon/coordinator/queries.h"
 #include "glog/logging.h"
@@ -412,7 +414,10 @@ void CoordinatorCore::LoseCheckpoints(const std::string& node,
 
 void CoordinatorCore::GoByDisk(ModelRun* model, UpdateRun* update) {
   LOG(WARNING) << update->record.name() << " (update " << update->update_id
-               << "): its groups cannot be made; it goes by way of disk";
+               << "): its groups cannot be made ("
+               << update->machine.network_fault.reason << ": "
+               << update->machine.network_fault.message
+               << "); it goes by way of disk";
   update->record.set_transfer_medium(v1::TRANSFER_MEDIUM_DISK);
   Changed(update->record);
   (void)model;
@@ -557,6 +562,34 @@ void CoordinatorCore::NoteCopied(const UpdateRun& update) {
   }
 }
 
+void CoordinatorCore::ForgetPruned(ModelRun* model,
+                                   const std::set<std::string>& busy) {
+  // By number, as the node goes by; a version that was loaded from one of them
+  // names it too.
+  const std::string directory = absl::StrCat(UpdatesOf(model->name), "/");
+  std::map<int64_t, std::string> known;
+  for (const v1::Version& version : model->ended) {
+    absl::string_view leaf = version.checkpoint_path();
+    int64_t number = 0;
+    if (absl::ConsumePrefix(&leaf, directory) &&
+        absl::SimpleAtoi(leaf.substr(0, leaf.find('-')), &number)) {
+      known[number] = version.checkpoint_path();
+    }
+  }
+  // That of the update which ends now is the first.
+  int kept = 1;
+  for (auto it = known.rbegin(); it != known.rend(); ++it) {
+    if (kept++ < options_.checkpoints_kept || busy.count(it->second) != 0) {
+      continue;
+    }
+    for (v1::Version& version : model->ended) {
+      if (version.checkpoint_path() != it->second) continue;
+      version.clear_checkpoint_path();
+      Changed(version);
+    }
+  }
+}
+
 void CoordinatorCore::EndDisk(ModelRun* model, UpdateRun* update, bool active) {
   auto it = checkpoints_.find(update->checkpoint);
   if (it == checkpoints_.end()) return;
@@ -569,18 +602,19 @@ void CoordinatorCore::EndDisk(ModelRun* model, UpdateRun* update, bool active) {
     }
     update->record.clear_checkpoint_path();
   } else if (options_.checkpoints_kept > 0) {
+    std::set<std::string> busy;
     v1::PruneCheckpoints* prune =
         SendTo(run->writers[0].node)->mutable_prune_checkpoints();
     prune->set_path(UpdatesOf(model->name));
     prune->set_kept(options_.checkpoints_kept);
     for (const auto& other : models_) {
-      for (const auto& load : other.second.loads) {
-        prune->add_busy_paths(load->path);
-      }
+      for (const auto& load : other.second.loads) busy.insert(load->path);
       for (const auto& running : other.second.updates) {
-        prune->add_busy_paths(running->record.checkpoint_path());
+        busy.insert(running->record.checkpoint_path());
       }
     }
+    for (const std::string& path : busy) prune->add_busy_paths(path);
+    ForgetPruned(model, busy);
   }
   checkpoints_.erase(it);
 }

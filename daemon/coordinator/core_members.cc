@@ -74,6 +74,7 @@ ReplicaRun* CoordinatorCore::EnterReplica(const std::string& model,
                                           const std::string& incarnation,
                                           size_t worker_count, bool is_new) {
   ReplicaRun& run = Model(model)->replicas[replica];
+  Model(model)->unseen_replicas.erase(replica);
   if (is_new) {
     // A restart: nothing of the old engine's state is its own. Its history is.
     std::deque<v1::ReplicaTimes> history = std::move(run.history);

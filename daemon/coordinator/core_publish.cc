@@ -535,6 +535,10 @@ std::unique_ptr<UpdateRun> CoordinatorCore::NewRun(
 void CoordinatorCore::AddReplicas(const std::set<std::string>& replicas,
                                   ModelRun* model, UpdateRun* update) {
   UpdateState& machine = update->machine;
+  for (const std::string& name : model->AbsentReplicas()) {
+    update->record.add_absent_replicas(
+        absl::StrCat(model->name, "/replicas/", name));
+  }
   for (const std::string& name : replicas) {
     // What a rollback holds back is kept in the stores, and installed on
     // nobody.

@@ -52,6 +52,15 @@ void CoordinatorCore::Recover(const std::string& name,
   model->held_update_id = journal.held.update_id();
   model->held_replicas = journal.held_replicas;
   model->removed = journal.removed;
+  // One that was published when nobody was there says nothing about who is.
+  const auto* last = &committed;
+  for (auto it = journal.older.rbegin();
+       last->replicas().empty() && it != journal.older.rend(); ++it) {
+    last = &*it;
+  }
+  for (const auto& replica : last->replicas()) {
+    model->unseen_replicas.insert(replica.replica());
+  }
   v1::Version committed_record;
   if (!committed.update_id().empty()) {
     model->commits.push_back(commit_of(committed));

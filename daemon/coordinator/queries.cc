@@ -182,6 +182,11 @@ v1::Model Queries::ShowModel(const ModelRun& model) const {
   out.set_name(model.name);
   out.set_floor_version(model.book.floor());
   out.set_removed(model.removed);
+  if (model.removed) {
+    for (const std::string& replica : model.AbsentReplicas()) {
+      out.add_absent_replicas(absl::StrCat(model.name, "/replicas/", replica));
+    }
+  }
   if (!model.commits.empty()) {
     out.set_active_version(
         absl::StrCat(model.name, "/versions/", model.Newest().version));

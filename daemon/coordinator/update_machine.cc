@@ -177,7 +177,7 @@ class Stepper {
     } else if (CanGoByDisk() &&
                event.fault.code != absl::StatusCode::kResourceExhausted &&
                event.fault.code != absl::StatusCode::kInvalidArgument) {
-      GoByDisk();
+      GoByDisk(event.fault);
     } else {
       Abort(event.fault);
     }
@@ -309,8 +309,6 @@ class Stepper {
                   absl::StrCat("the update before it did not end within ",
                                absl::FormatDuration(config_.queue_timeout),
                                "; publish again")));
-    } else if (s_.phase == UpdatePhase::kPreparing && CanGoByDisk()) {
-      GoByDisk();
     } else if (s_.phase == UpdatePhase::kMoving && Writing()) {
       Abort(Fault(
           absl::StatusCode::kDeadlineExceeded, "SAVE_TIMEOUT",
@@ -324,10 +322,13 @@ class Stepper {
           late.push_back(node.name);
         }
       }
-      Abort(Fault(absl::StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
-                  absl::StrCat("not ready to receive within ",
-                               absl::FormatDuration(config_.prepare_timeout),
-                               ": node ", absl::StrJoin(late, ", "))));
+      const Fault fault(
+          absl::StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
+          absl::StrCat("not ready to receive within ",
+                       absl::FormatDuration(config_.prepare_timeout), ": node ",
+                       absl::StrJoin(late, ", ")));
+      if (CanGoByDisk()) return GoByDisk(fault);
+      Abort(fault);
     } else if (s_.phase == UpdatePhase::kMoving) {
       std::vector<std::string> late;
       for (const UpdateNode& node : s_.nodes) {
@@ -549,8 +550,9 @@ class Stepper {
     return config_.disk_fallback && !s_.disk && Moving();
   }
 
-  void GoByDisk() {
+  void GoByDisk(const Fault& why) {
     s_.disk = true;
+    s_.network_fault = why;
     s_.reconfigurations = 0;
     s_.bad_edges.clear();
     Do(UpdateAction::kByDisk, 0);
@@ -562,7 +564,7 @@ class Stepper {
     // One other route is tried.
     if (CanGoByDisk() && (s_.reconfigurations >= config_.max_reconfigurations ||
                           (of_route && s_.reconfigurations > 0))) {
-      return GoByDisk();
+      return GoByDisk(fault);
     }
     if (s_.reconfigurations >= config_.max_reconfigurations) {
       return Abort(Fault(fault.code, fault.reason,
@@ -576,6 +578,10 @@ class Stepper {
 
   void Abort(const Fault& fault) {
     s_.fault = fault;
+    if (!s_.network_fault.ok() && Moving()) {
+      absl::StrAppend(&s_.fault.message, "; it went by way of disk because of ",
+                      s_.network_fault.reason, ": ", s_.network_fault.message);
+    }
     for (size_t i = 0; i < s_.replicas.size(); ++i) {
       if (s_.replicas[i].held) Release(static_cast<int>(i));
     }

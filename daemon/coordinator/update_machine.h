@@ -172,6 +172,8 @@ struct UpdateState {
   // It comes by way of a checkpoint, and that is complete.
   bool disk = false;
   bool checkpoint_written = false;
+  // Why, where the network was tried first.
+  Fault network_fault;
   // An older update of the model has not ended.
   bool blocked = false;
   // LATEST: all is verified behind that one, and kAtBarrier was said.

@@ -14,7 +14,6 @@
 #include "absl/time/clock.h"
 #include "daemon/node/convert.h"
 #include "glog/logging.h"
-#include "nlohmann/json.hpp"
 #include "proto/status.h"
 #include "transport/error.h"
 #include "transport/file/checkpoint.h"
@@ -348,21 +347,12 @@ absl::Status Checkpoints::Begin(const v1::WriteCheckpoint& command) {
   if (!path.ok()) return path.status();
   auto plan = MakePlan(command.layout_id(), command.max_shard_bytes());
   if (!plan.ok()) return plan.status();
+  absl::Status place = CheckNotInside(**root, *path);
+  if (!place.ok()) return place;
   if ((*root)->Exists(*path)) {
     if (!command.overwrite()) return FileError("make", *path, EEXIST);
-    auto names = (*root)->List(*path);
-    if (!names.ok()) return names.status();
-    const bool checkpoint =
-        names->empty() ||
-        std::any_of(names->begin(), names->end(), [](const std::string& name) {
-          return transport::IsWeightFile(name);
-        });
-    if (!checkpoint) {
-      return MakeError(absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
-                       absl::StrCat(*path,
-                                    " is there, and has no weights: it is not "
-                                    "replaced; give another path"));
-    }
+    place = CheckReplaceable(**root, *path);
+    if (!place.ok()) return place;
   }
   if (!command.template_path().empty()) {
     auto names = (*root)->List(command.template_path());
@@ -550,13 +540,19 @@ absl::StatusOr<int> Checkpoints::Complete(const v1::CompleteCheckpoint& command,
     status = (*root)->WriteNewFile(
         Join(temporary, transport::kCheckpointIndexName), plan->files.index);
   }
-  if (status.ok() && !command.update_id().empty()) {
-    nlohmann::ordered_json note;
-    note["model"] = command.model();
-    note["version"] = command.version();
-    note["update_id"] = command.update_id();
-    status = (*root)->WriteNewFile(Join(temporary, kCheckpointNote),
-                                   note.dump() + "\n");
+  if (status.ok()) {
+    CheckpointNote note;
+    note.model = command.model();
+    note.version = command.version();
+    note.update_id = command.update_id();
+    auto files = FilesOf(**root, temporary);
+    status = files.status();
+    if (files.ok()) {
+      files->erase(command.checkpoint().marker());
+      note.files = *std::move(files);
+      status = (*root)->WriteNewFile(Join(temporary, kCheckpointNote),
+                                     note.ToJson());
+    }
   }
   if (status.ok()) {
     status =
@@ -565,21 +561,36 @@ absl::StatusOr<int> Checkpoints::Complete(const v1::CompleteCheckpoint& command,
   if (status.ok()) status = (*root)->Sync(temporary);
   // Who has said that it was given up shall be right.
   if (status.ok() && cancel.cancelled()) status = cancel.status();
-  if (status.ok()) {
-    status = (*root)->Put(temporary, command.path(), command.overwrite());
-  }
+  if (status.ok()) status = PutInPlace(**root, command);
   if (!status.ok()) return status;
+  // Somebody may have put something into the old one at the last moment.
+  const absl::Status old = (*root)->Exists(temporary)
+                               ? CheckReplaceable(**root, temporary)
+                               : absl::OkStatus();
   {
     absl::MutexLock lock(&mutex_);
     auto it = jobs_.find(temporary);
     if (it != jobs_.end()) --it->second.running;
   }
   // What was there before lies under the temporary name.
-  const absl::Status removed = Remove(temporary);
+  absl::Status removed = Remove(temporary, /*keep=*/!old.ok());
+  if (!old.ok()) removed = old;
   LOG_IF(WARNING, !removed.ok())
       << "what " << command.path() << " was before stays at " << temporary
       << ": " << removed;
   return static_cast<int>(plan->files.files.size());
+}
+
+absl::Status Checkpoints::PutInPlace(const RootedDirectory& root,
+                                     const v1::CompleteCheckpoint& command) {
+  // It took a while since Begin has looked.
+  absl::Status status = CheckNotInside(root, command.path());
+  if (status.ok() && command.overwrite() && root.Exists(command.path())) {
+    status = CheckReplaceable(root, command.path());
+  }
+  if (!status.ok()) return status;
+  return root.Put(command.checkpoint().path(), command.path(),
+                  command.overwrite());
 }
 
 absl::Status Checkpoints::GiveUp(const v1::CompleteCheckpoint& command) {
@@ -592,10 +603,11 @@ absl::Status Checkpoints::GiveUp(const v1::CompleteCheckpoint& command) {
   if (!note.has_value() || note->update_id != command.update_id()) {
     return absl::OkStatus();
   }
-  return (*root)->RemoveTree(command.path());
+  status = CheckWritten(**root, command.path(), *note);
+  return status.ok() ? (*root)->RemoveTree(command.path()) : status;
 }
 
-absl::Status Checkpoints::Remove(const std::string& temporary) {
+absl::Status Checkpoints::Remove(const std::string& temporary, bool keep) {
   bool made = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -612,8 +624,8 @@ absl::Status Checkpoints::Remove(const std::string& temporary) {
   }
   if (made) {
     auto root = Root();
-    absl::Status status =
-        root.ok() ? (*root)->RemoveTree(temporary) : root.status();
+    absl::Status status = root.status();
+    if (status.ok() && !keep) status = (*root)->RemoveTree(temporary);
     // Noted still: the next start tries again.
     if (!status.ok()) return status;
     ForgetJob(temporary);

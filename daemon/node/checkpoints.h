@@ -8,8 +8,9 @@
 //   CompleteCheckpoint     -> index, template, rename; or nothing left of it
 //   ReadCheckpoint         -> CheckpointRead: what the headers say
 //   PruneCheckpoints
-// Each returns at once, and is carried out on a thread of its own; all but the
-// last two are answered with CheckpointWritten.
+// Only what was written by one of these is ever replaced or removed
+// (checkpoint_note.h). Each returns at once, and is carried out on a thread of
+// its own; all but the last two are answered with CheckpointWritten.
 //
 // A directory is temporary until it is renamed, and noted in --state_dir while
 // it is: what a daemon that was killed has left is removed at its next start.
@@ -35,6 +36,7 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "daemon/node/checkpoint_bytes.h"
+#include "daemon/node/checkpoint_note.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
@@ -43,18 +45,6 @@
 
 namespace weightsync {
 namespace daemon {
-
-// In the directory of an update that came by way of disk: what PruneCheckpoints
-// goes by.
-inline constexpr char kCheckpointNote[] = ".weightsync.json";
-
-struct CheckpointNote {
-  std::string update_id;
-  int64_t version = 0;
-};
-// Of the update whose checkpoint a directory is; nullopt: of none.
-absl::optional<CheckpointNote> ReadCheckpointNote(
-    const transport::RootedDirectory& root, const std::string& directory);
 
 // Thread-safe.
 class Checkpoints {
@@ -135,14 +125,16 @@ class Checkpoints {
   absl::StatusOr<int> Complete(const v1::CompleteCheckpoint& command,
                                const CancelFlag& cancel);
   absl::Status GiveUp(const v1::CompleteCheckpoint& command);
+  absl::Status PutInPlace(const transport::RootedDirectory& root,
+                          const v1::CompleteCheckpoint& command);
   void Prune(const v1::PruneCheckpoints& command);
   // Copies what is no weight, and is no link.
   absl::Status CopyTemplate(const transport::RootedDirectory& root,
                             const std::string& from, const std::string& to,
                             int depth, const CancelFlag& cancel, int* files);
   // Removes the temporary directory when nobody of this node writes there any
-  // more, and forgets it.
-  absl::Status Remove(const std::string& temporary);
+  // more, and forgets it; or forgets it alone (`keep`).
+  absl::Status Remove(const std::string& temporary, bool keep = false);
   void PinFor(const std::string& job, const std::string& update_id);
 
   // What lies half done, in --state_dir.

@@ -14,9 +14,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "daemon/node/checkpoints.h"
 #include "glog/logging.h"
-#include "nlohmann/json.hpp"
 
 namespace weightsync {
 namespace daemon {
@@ -32,21 +32,16 @@ std::string Join(const std::string& directory, const std::string& name) {
   return absl::StrCat(directory, "/", name);
 }
 
-}  // namespace
-
-absl::optional<CheckpointNote> ReadCheckpointNote(
-    const RootedDirectory& root, const std::string& directory) {
-  auto text = root.ReadFile(Join(directory, kCheckpointNote), 4096);
-  if (!text.ok()) return absl::nullopt;
-  const auto json = nlohmann::json::parse(*text, nullptr, false);
-  if (!json.is_object() || !json.contains("update_id") ||
-      !json["update_id"].is_string() || !json.contains("version") ||
-      !json["version"].is_number_integer()) {
-    return absl::nullopt;
-  }
-  return CheckpointNote{json["update_id"].get<std::string>(),
-                        json["version"].get<int64_t>()};
+std::string LastPart(const std::string& path) {
+  return path.substr(path.rfind('/') + 1);
 }
+
+// As the coordinator calls the directory of an update.
+std::string UpdateName(const CheckpointNote& note) {
+  return absl::StrCat(note.version, "-", note.update_id.substr(0, 8));
+}
+
+}  // namespace
 
 void Checkpoints::Prune(const v1::PruneCheckpoints& command) {
   auto root = Root();
@@ -55,22 +50,38 @@ void Checkpoints::Prune(const v1::PruneCheckpoints& command) {
   if (!names.ok()) return;
   const std::set<std::string> busy(command.busy_paths().begin(),
                                    command.busy_paths().end());
-  std::vector<std::pair<int64_t, std::string>> noted;
+  struct Noted {
+    int64_t version;
+    std::string path;
+    bool ours;
+  };
+  std::vector<Noted> noted;
   for (const std::string& name : *names) {
     const std::string path = Join(command.path(), name);
     const auto note = ReadCheckpointNote(**root, path);
-    if (!note.has_value()) continue;
-    if (absl::EndsWith(name, kRemovedSuffix)) {
+    // A copy of one, or one that was moved, is somebody's.
+    if (!note.has_value() || note->update_id.empty() ||
+        LastPart(note->model) != LastPart(command.path()) ||
+        absl::StripSuffix(name, kRemovedSuffix) != UpdateName(*note)) {
+      continue;
+    }
+    const bool removed = absl::EndsWith(name, kRemovedSuffix);
+    const absl::Status ours = CheckWritten(**root, path, *note);
+    if (!ours.ok()) {
+      LOG(WARNING) << "an older update's checkpoint stays: " << ours.message();
+    } else if (removed) {
       // Of a removal that was cut short.
       (*root)->RemoveTree(path).IgnoreError();
-    } else {
-      noted.emplace_back(note->version, path);
     }
+    // One that stays counts all the same: what is newer is kept.
+    if (!removed) noted.push_back({note->version, path, ours.ok()});
   }
-  std::sort(noted.rbegin(), noted.rend());
+  std::sort(noted.begin(), noted.end(), [](const Noted& a, const Noted& b) {
+    return a.version > b.version;
+  });
   for (size_t i = static_cast<size_t>(command.kept()); i < noted.size(); ++i) {
-    const std::string& path = noted[i].second;
-    if (busy.count(path) != 0) continue;
+    const std::string& path = noted[i].path;
+    if (busy.count(path) != 0 || !noted[i].ours) continue;
     // Half of it shall never be taken for all.
     const std::string removed = absl::StrCat(path, kRemovedSuffix);
     absl::Status status = (*root)->Put(path, removed, false);

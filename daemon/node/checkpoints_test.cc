@@ -247,16 +247,68 @@ TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
     ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
     ExpectHolds("runs/7", define_, model_);
     EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
-    EXPECT_EQ(fs::exists(root() / "runs/7/mine"), false);
-    std::ofstream(root() / "runs/7/mine") << "1";
+    EXPECT_EQ(fs::exists(root() / "runs/7/config.json"), false);
+    std::ofstream(root() / "runs/7/config.json") << "{}";
   }
   EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
+  // Nothing goes that no checkpoint writes.
+  std::ofstream(root() / "runs/7/optimizer.pt") << "weeks of training";
+  const v1::Failure mine = Begin(true).failure();
+  EXPECT_EQ(mine.reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_THAT(mine.message(), HasSubstr("runs/7 has optimizer.pt"));
   fs::remove_all(root() / "runs/7");
   fs::create_directories(root() / "runs/7");
   std::ofstream(root() / "runs/7/thesis.tex") << "years of work";
   EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_EXISTS");
   EXPECT_TRUE(fs::exists(root() / "runs/7/thesis.tex"));
   EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, ACheckpointInsideOfAnotherIsNeitherMadeNorLost) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  ASSERT_EQ(Begin().failure().message(), "");
+  ASSERT_EQ(WriteAll().failure().message(), "");
+  ASSERT_EQ(Do(a_.get(), CompleteCommand(define_)).failure().message(), "");
+  auto inside = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+  inside.set_path("runs/7/sub/deep");
+  inside.mutable_checkpoint()->set_path("runs/7/sub/.deep.tmp");
+  const v1::Failure failure = Do(a_.get(), inside).failure();
+  EXPECT_EQ(failure.reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_THAT(failure.message(), HasSubstr("runs/7 is a checkpoint"));
+  EXPECT_FALSE(fs::exists(root() / "runs/7/sub"));
+  // One that lies there all the same.
+  fs::create_directories(root() / "runs/7/sub");
+  std::ofstream(root() / "runs/7/sub/model.safetensors") << "precious";
+  EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_PATH_TAKEN");
+  // Also when it came while the new one was being written.
+  fs::rename(root() / "runs/7/sub", root() / "aside");
+  ASSERT_EQ(Begin(true).failure().message(), "");
+  ASSERT_EQ(WriteAll().failure().message(), "");
+  fs::rename(root() / "aside", root() / "runs/7/sub");
+  auto complete = CompleteCommand(define_);
+  complete.set_overwrite(true);
+  EXPECT_EQ(Do(a_.get(), complete).failure().reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_EQ(ReadAll(root() / "runs/7/sub/model.safetensors"), "precious");
+}
+
+// Directories that it copied from a template are its own.
+TEST_F(OneWriterTest, ReplacesAllThatItWrote) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  fs::create_directories(root() / "template/1_Pooling");
+  std::ofstream(root() / "template/1_Pooling/config.json") << "{}";
+  std::ofstream(root() / "template/modeling_mine.py") << "pass";
+  for (const bool with_template : {true, false}) {
+    auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+    begin.set_overwrite(true);
+    ASSERT_EQ(Do(a_.get(), begin).failure().message(), "");
+    ASSERT_EQ(WriteAll().failure().message(), "");
+    auto complete = CompleteCommand(define_);
+    complete.set_overwrite(true);
+    if (with_template) complete.set_template_path("template");
+    ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
+    EXPECT_EQ(fs::exists(root() / "runs/7/1_Pooling/config.json"),
+              with_template);
+  }
 }
 
 TEST_F(OneWriterTest, GivenUpNothingIsLeft) {
@@ -388,25 +440,38 @@ TEST_F(OneWriterTest, NodesWithoutTheBytesTheRootOrTheSameDisk) {
 
 TEST_F(OneWriterTest, KeepsTheNewestOfThoseThatUpdatesCameBy) {
   ASSERT_NO_FATAL_FAILURE(Start());
+  // Of what it was written with, the note says the sizes.
   const auto make = [&](const std::string& name, int version) {
-    fs::create_directories(root() / "updates/m" / name);
-    std::ofstream(root() / "updates/m" / name / "model.safetensors") << "x";
+    const fs::path path = root() / "updates/m" / name;
+    fs::create_directories(path);
+    std::ofstream(path / "model.safetensors") << "x";
     if (version == 0) return;
-    std::ofstream(root() / "updates/m" / name / kCheckpointNote)
+    std::ofstream(path / kCheckpointNote)
         << "{\"model\":\"models/m\",\"version\":" << version
-        << ",\"update_id\":\"u" << version << "\"}";
+        << ",\"update_id\":\"u" << version
+        << "\",\"files\":{\"model.safetensors\":1}}";
   };
-  make("9-a", 9);
-  make("10-b", 10);
-  make("11-c", 11);
-  make("8-d", 8);
+  make("9-u9", 9);
+  make("10-u10", 10);
+  make("11-u11", 11);
+  make("8-u8", 8);
   make("saved", 0);
+  // What somebody did with older ones is his.
+  make("copy-of-7", 7);
+  make("6-u6", 6);
+  std::ofstream(root() / "updates/m/6-u6/config.json") << "{}";
+  make("5-u5", 5);
+  std::ofstream(root() / "updates/m/5-u5/model.safetensors") << "another";
+  make("4-u4", 4);
+  fs::create_directories(root() / "updates/m/4-u4/sub");
+  make("3-u3", 3);
+  fs::create_symlink("/etc/hostname", root() / "updates/m/3-u3/link");
   v1::PruneCheckpoints prune;
   prune.set_path("updates/m");
   prune.set_kept(2);
-  prune.add_busy_paths("updates/m/8-d");
+  prune.add_busy_paths("updates/m/8-u8");
   a_->checkpoints().PruneCheckpoints(prune);
-  for (int i = 0; i < 500 && fs::exists(root() / "updates/m/9-a"); ++i) {
+  for (int i = 0; i < 500 && fs::exists(root() / "updates/m/9-u9"); ++i) {
     absl::SleepFor(absl::Milliseconds(10));
   }
   a_->checkpoints().Shutdown();
@@ -414,8 +479,9 @@ TEST_F(OneWriterTest, KeepsTheNewestOfThoseThatUpdatesCameBy) {
   for (const auto& entry : fs::directory_iterator(root() / "updates/m")) {
     left.push_back(entry.path().filename());
   }
-  EXPECT_THAT(left,
-              ::testing::UnorderedElementsAre("10-b", "11-c", "8-d", "saved"));
+  EXPECT_THAT(left, ::testing::UnorderedElementsAre(
+                        "10-u10", "11-u11", "8-u8", "saved", "copy-of-7",
+                        "6-u6", "5-u5", "4-u4", "3-u3"));
 }
 
 // ---- By way of disk ----

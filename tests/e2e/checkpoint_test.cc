@@ -272,6 +272,90 @@ TEST_F(CheckpointTest, AKillWhileSavingLeavesTheOldOneWhole) {
   ExpectHolds("runs/x", 2);
 }
 
+// The node that writes is another one than the coordinator, which lives on.
+TEST_F(CheckpointTest, AWriterThatIsKilledFailsTheSaveByName) {
+  StartNodes({"a", "b", "c"});
+  StartReplicas();
+  TestTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_EQ(Ctl({"save", "test", "runs/x"}), 0) << printed_;
+  ASSERT_TRUE(trainer.Publish(2).ok());
+  // Neither a nor c is a holder any more.
+  ASSERT_EQ(Ctl({"drain", "a"}), 0) << printed_;
+  ASSERT_EQ(Ctl({"drain", "c"}), 0) << printed_;
+  fs::create_directory(root() / "slow");
+  for (int i = 0; i < 4000; ++i) {
+    std::ofstream(root() / "slow" / absl::StrCat("file", i)) << "1";
+  }
+  int code = 0;
+  std::thread saving([&] {
+    code = Ctl({"save", "test", "runs/x", "--overwrite", "--template=slow"});
+  });
+  ASSERT_TRUE(WaitUntil([&] { return Below("runs").size() > 1; }));
+  cluster_.KillNode("b");
+  saving.join();
+  EXPECT_NE(code, 0);
+  EXPECT_THAT(printed_, HasSubstr("node b"));
+  ExpectHolds("runs/x", 1);
+  b_ = nullptr;
+  ASSERT_TRUE(cluster_.RestartNode("b"));
+  EXPECT_TRUE(WaitUntil([&] { return Below("runs").size() == 1; }))
+      << "what was left is removed when the daemon starts";
+  ExpectHolds("runs/x", 1);
+}
+
+TEST_F(CheckpointTest, NodesWithoutASharedRootDoNotSaveTogether) {
+  fs::create_directory(root());
+  const std::string other = cluster_.directory().path() + "/elsewhere";
+  fs::create_directory(other);
+  ASSERT_TRUE(
+      cluster_.StartNode("a", {"--checkpoint_root=" + root().string()}));
+  ASSERT_TRUE(cluster_.StartNode("b", {"--checkpoint_root=" + other}));
+  // Each has a rank, and nobody has both halves.
+  TestTrainer trainer(&cluster_, std::vector<std::string>{"a", "b"});
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  EXPECT_EQ(Ctl({"save", "test", "runs/x"}), 1);
+  EXPECT_THAT(printed_, HasSubstr("CHECKPOINT_NOT_SHARED"));
+  EXPECT_THAT(printed_, HasSubstr("--checkpoint_root=" + other));
+  EXPECT_TRUE(WaitUntil([&] { return Below("runs").empty(); }))
+      << "what was begun is removed";
+  EXPECT_TRUE(fs::is_empty(other));
+}
+
+TEST_F(CheckpointTest, NothingIsLostToASave) {
+  StartNodes({"a", "b", "c"});
+  StartReplicas();
+  TestTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_EQ(Ctl({"save", "test", "n/1"}), 0) << printed_;
+  EXPECT_EQ(Ctl({"save", "test", "n/1/sub"}), 1);
+  EXPECT_THAT(printed_, HasSubstr("CHECKPOINT_PATH_TAKEN"));
+  EXPECT_THAT(printed_, HasSubstr("n/1 is a checkpoint"));
+  fs::create_directories(root() / "n/1/sub");
+  std::ofstream(root() / "n/1/sub/notes") << "weeks of work";
+  EXPECT_EQ(Ctl({"save", "test", "n/1", "--overwrite"}), 1);
+  EXPECT_THAT(printed_, HasSubstr("n/1 has sub/notes"));
+  EXPECT_TRUE(fs::exists(root() / "n/1/sub/notes"));
+  ExpectHolds("n/1", 1);
+}
+
+TEST_F(CheckpointTest, NetworkOrDiskTakesTheNetworkWhereItCanBeHad) {
+  StartNodes({"a", "b", "c"}, {"--update=network_or_disk"});
+  StartReplicas();
+  TestTrainer trainer(&cluster_, "a", 1);
+  auto version = trainer.Publish(1);
+  ASSERT_TRUE(version.ok()) << version.status();
+  EXPECT_EQ(version->transfer_medium(), v1::TRANSFER_MEDIUM_NETWORK);
+  // What could not go by disk is not refused, as --update=disk refuses it.
+  v1::UpdateOptions options;
+  options.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+  trainer.SetOptions(options);
+  version = trainer.Publish(2);
+  ASSERT_TRUE(version.ok()) << version.status();
+  ExpectServed(2);
+  EXPECT_TRUE(Below("updates").empty());
+}
+
 // Data never finds its way to another node.
 class NoNetwork final : public transport::FaultPolicy {
  public:
@@ -321,6 +405,14 @@ TEST_F(CheckpointTest, FallsBackToDiskWhenNoGroupCanBeMade) {
       EXPECT_TRUE(c.WaitServes(value));
     }
     EXPECT_FALSE(b.SawMix());
+    // Where the disk fails too, both are named.
+    fs::rename(root(), cluster_.directory().path() + "/gone");
+    const auto both = trainer.Publish(9);
+    EXPECT_EQ(ErrorReason(both.status()), "CHECKPOINT_ROOT_MISSING")
+        << both.status();
+    EXPECT_THAT(std::string(both.status().message()),
+                HasSubstr("no route to host"));
+    fs::rename(cluster_.directory().path() + "/gone", root());
     // Without the policy it is given up.
     v1::UpdateOptions options;
     options.set_transfer_medium(v1::TRANSFER_MEDIUM_NETWORK);

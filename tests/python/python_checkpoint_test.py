@@ -190,6 +190,50 @@ def test_a_publish_by_way_of_disk(daemons, root, model):
         weightsync.Trainer(model, address=daemons.nodes[0].socket, update="floppy")
 
 
+def test_the_daemons_flag_falls_back_to_disk(tmp_path):
+    """Two daemons, one of them in a network of its own: they talk over the unix socket, and no group can be made."""
+    root = tmp_path / "root"
+    root.mkdir()
+    flags = ("--store_budget_bytes=500000000", f"--checkpoint_root={root}", "--prepare_timeout=10s")
+    with cluster.Cluster(flags=(*flags, "--update=network_or_disk")) as here:
+        away = tmp_path / "away"
+        ready = here.directory / "away.ready"
+        process = here.start(
+            "away",
+            *("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"', cluster.DAEMON),
+            "--node=away",
+            f"--unix_socket={away}.sock",
+            f"--state_dir={away}",
+            f"--ready_file={ready}",
+            "--listen=",
+            f"--coordinator_address={here.nodes[0].socket}",
+            *flags,
+        )
+        cluster.wait_until(ready.exists, "the daemon away did not start", processes=[process])
+        live = {name: numpy.zeros_like(tensor) for name, tensor in weights().items()}
+        with weightsync.Worker("m", "r", live, address=f"unix:{away}.sock") as worker:
+            worker.wait_registered()
+            with weightsync.Trainer("m", address=here.nodes[0].socket) as trainer:
+                version = trainer.publish(tensors=weights(1)).wait(120).version
+                wait_for(worker, version)
+                assert_same(live, weights(1))
+                assert list((root / "updates/m").glob(f"{version}-*"))
+                # As it was without the flag.
+                with pytest.raises(weightsync.AbortedError):
+                    trainer.publish(tensors=weights(2), update="network").wait(120)
+                assert_same(live, weights(1))
+
+
+def test_what_is_no_way_is_refused_at_the_start(tmp_path):
+    started = subprocess.run(
+        [cluster.DAEMON, "--update=floppy", f"--state_dir={tmp_path}", f"--unix_socket={tmp_path}/s", "--listen="],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert started.returncode != 0 and "floppy" in started.stderr and "network_or_disk" in started.stderr
+
+
 def hostile(header, data=b""):
     return len(header).to_bytes(8, "little") + header + data
 

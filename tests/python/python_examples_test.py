@@ -42,9 +42,38 @@ def test_a_ddp_trainer_and_an_engine_in_forty_lines():
         assert trainer.wait(240) == 0, trainer.story() + engine.story()
         said = trainer.lines()
         assert sum(line.startswith("step ") for line in said) == 5
-        assert {line.split(":")[0] for line in said if "every replica serves" in line} == {"rank 0", "rank 1"}
+        assert {line.split(":")[0] for line in said if "1 replica serves models/policy/versions/5" in line} == {"rank 0", "rank 1"}
         cluster.wait_until(
             lambda: "serving version 5: 4 tensors" in engine.lines(), "the engine is not at version 5", 60, [engine]
         )
         versions = [int(line.split()[2].rstrip(":")) for line in engine.lines()]
         assert versions == sorted(versions)
+
+
+def test_an_adapter_is_published_replaced_and_removed():
+    with cluster.Cluster() as here:
+        process = here.start("adapters", sys.executable, EXAMPLES / "adapters.py", here.nodes[0].socket)
+        assert process.wait(120) == 0, process.story()
+        lines = process.lines()
+    # base @ 1 is 64 times its version, the adapter adds 4 * 64 times its own.
+    assert [line for line in lines if line.startswith("engine: ")] == [
+        f"engine: {what}"
+        for what in (
+            "base 0, no adapter: 0",
+            "base 1, no adapter: 64",
+            "base 1, adapter 1: 320",
+            "base 1, adapter 2: 576",
+            "base 2, adapter 2: 640",
+            "base 2, no adapter: 128",
+            "base 2, adapter 3: 896",
+        )
+    ]
+    assert [line for line in lines if not line.startswith("engine: ")] == [
+        "2 models, one engine",
+        "1 replica serves models/base/versions/1",
+        "1 replica serves models/adapter/versions/1",
+        "1 replica serves models/adapter/versions/2",
+        "1 replica serves models/base/versions/2",
+        "models/adapter removed; may still hold it: nobody",
+        "1 replica serves models/adapter/versions/3",
+    ]

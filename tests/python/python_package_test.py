@@ -940,3 +940,25 @@ def test_a_trainer_and_an_engine_that_fuse_in_different_ways(address, model):
     assert found == {f"model.layers.0.{n}_proj.weight" for n in ("q", "k", "v", "gate", "up")}
     assert numpy.array_equal(engine["model.layers.0.qkv_proj.weight"], numpy.concatenate([q, k, v]))
     assert numpy.array_equal(engine["model.layers.0.gate_up_proj.weight"], numpy.concatenate([gate, up]))
+
+
+def test_verify_of_a_worker_with_a_loader_says_why_it_cannot(address, model):
+    """Its tensors are the engine's, wherever it has put them."""
+    taken = {}
+
+    def load(name, tensor):
+        taken[name] = numpy.array(tensor)
+
+    wanted = {"w": ((4,), numpy.float32)}
+    with weightsync.Worker(model, "r", wanted, load=load, views="numpy", address=address) as worker:
+        worker.wait_registered()
+        with weightsync.Trainer(model, address=address) as trainer:
+            trainer.publish(tensors={"w": numpy.arange(4, dtype=numpy.float32)}).wait(60)
+        assert taken["w"].tolist() == [0, 1, 2, 3]
+        done = subprocess.run(
+            [cluster.CTL, "verify", f"{model}/r", f"--address={address}"], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        assert "could not be compared with version 1" in done.stdout and "DIFFERS" not in done.stdout
+        assert "DIGESTS_UNKNOWN" in done.stdout and "has a loader" in done.stdout
+        assert "holds none of them itself" in done.stdout

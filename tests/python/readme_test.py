@@ -32,7 +32,7 @@ def test_the_programs_do_what_the_readme_says():
         )
         assert trainer.wait(60) == 0, trainer.story()
         assert trainer.lines() == [
-            f"step {i}: every replica serves models/first/versions/{i}" for i in (1, 2, 3)
+            f"step {i}: 1 replica serves models/first/versions/{i}" for i in (1, 2, 3)
         ]
         # Before the trainer heard of it, every replica had resumed.
         assert [line for line in worker.lines() if "version 0" not in line] == [
@@ -51,7 +51,7 @@ def test_the_python_programs_are_the_examples_and_do_what_the_readme_says():
         training = here.start("trainer", sys.executable, trainer, here.nodes[0].socket)
         assert training.wait(120) == 0, training.story()
         assert training.lines() == [
-            f"step {i}: every replica serves models/first/versions/{i}" for i in (1, 2, 3)
+            f"step {i}: 1 replica serves models/first/versions/{i}" for i in (1, 2, 3)
         ]
         cluster.wait_until(
             lambda: "a step with version 3" in serving.lines(), "it is not at version 3", 30, [serving]

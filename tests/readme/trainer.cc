@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "client/cc/served.h"
+
 namespace ws = weightsync::client;
 
 int Fail(const absl::Status& status) {
@@ -43,8 +45,7 @@ int main(int argc, char** argv) {
 
     auto version = (*trainer)->Wait(*published, absl::Minutes(1));
     if (!version.ok()) return Fail(version.status());
-    std::printf("step %d: every replica serves %s\n", step,
-                version->name().c_str());
+    std::printf("step %d: %s\n", step, ws::ServedText(*version).c_str());
   }
   return 0;
 }

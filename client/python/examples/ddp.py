@@ -40,7 +40,7 @@ for step in range(1, 6):
 
 result = update.wait()  # (+)
 print(
-    f"rank {rank}: every replica serves {result.version_name}; "
+    f"rank {rank}: {result}; "
     f"the last publish kept it {result.stall_seconds * 1e3:.1f} ms",
     flush=True,
 )

@@ -17,4 +17,4 @@ with weightsync.Trainer("first", rank=0, world_size=1, address=address, dtype=to
         update = trainer.publish(step=step)
         # From here on the weights may be changed: the next step could begin.
         result = update.wait()
-        print(f"step {step}: every replica serves {result.version_name}")
+        print(f"step {step}: {result}")  # who serves it, and who does not yet

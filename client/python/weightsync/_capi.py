@@ -13,7 +13,7 @@ from typing import Any, Callable, List, Optional
 
 from .errors import FailedPreconditionError, WeightsyncError, make_error
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 # Added to dtype: the address is one of GPU memory of this process.
@@ -128,6 +128,8 @@ class Version(ctypes.Structure):
         ]
         + [(phase, c_double) for phase in PHASES]
         + [("failure_code", c_int32), ("failure_reason", c_char * 64), ("failure_message", c_char * 1024)]
+        + [("serving_count", c_int32), ("absent_count", c_int32)]
+        + [("absent_replicas", c_char * 4096), ("summary", c_char * 1024)]
     )
 
 

@@ -63,7 +63,7 @@ class InvalidArgumentError(WeightsyncError, ValueError):
     code = Code.INVALID_ARGUMENT
 
 
-class FailedPreconditionError(WeightsyncError):
+class FailedPreconditionError(WeightsyncError, RuntimeError):
     """Something must be mended first; trying again does not help before."""
 
     code = Code.FAILED_PRECONDITION
@@ -73,14 +73,30 @@ class NotFoundError(WeightsyncError, LookupError):
     code = Code.NOT_FOUND
 
 
-class AlreadyExistsError(WeightsyncError):
+class CheckpointNotFoundError(NotFoundError, FileNotFoundError):
+    # OSError prints its own arguments.
+    __str__ = Exception.__str__
+
+
+class AlreadyExistsError(WeightsyncError, RuntimeError):
+    """Somebody else has it, or it is there: take another name."""
+
     code = Code.ALREADY_EXISTS
+
+
+class CheckpointExistsError(AlreadyExistsError, FileExistsError):
+    __str__ = Exception.__str__
 
 
 class PermissionDeniedError(WeightsyncError, PermissionError):
     code = Code.PERMISSION_DENIED
 
-    # OSError prints its own arguments.
+    __str__ = Exception.__str__
+
+
+class UnauthenticatedError(WeightsyncError, PermissionError):
+    code = Code.UNAUTHENTICATED
+
     __str__ = Exception.__str__
 
 
@@ -98,11 +114,21 @@ class UnavailableError(WeightsyncError, ConnectionError):
     __str__ = Exception.__str__
 
 
-class ResourceExhaustedError(WeightsyncError):
+class ResourceExhaustedError(WeightsyncError, RuntimeError):
+    """There is no room for it, or too much is going on."""
+
     code = Code.RESOURCE_EXHAUSTED
 
 
-class AbortedError(WeightsyncError):
+class MemoryExhaustedError(ResourceExhaustedError, MemoryError):
+    """There is not that much memory."""
+
+
+class DiskFullError(ResourceExhaustedError, OSError):
+    __str__ = Exception.__str__
+
+
+class AbortedError(WeightsyncError, RuntimeError):
     """The update was given up; the old one stands everywhere."""
 
     code = Code.ABORTED
@@ -112,8 +138,38 @@ class UnimplementedError(WeightsyncError, NotImplementedError):
     code = Code.UNIMPLEMENTED
 
 
-class CancelledError(WeightsyncError):
+class CancelledError(WeightsyncError, RuntimeError):
     code = Code.CANCELLED
+
+
+class OutOfRangeError(WeightsyncError, ValueError):
+    code = Code.OUT_OF_RANGE
+
+
+class DataLossError(WeightsyncError, OSError):
+    """Bytes went away or are not what they were: memory that vanished, a damaged file or link."""
+
+    code = Code.DATA_LOSS
+
+    __str__ = Exception.__str__
+
+
+class InternalError(WeightsyncError, RuntimeError):
+    """The fault is weightsync's, or of the machine under it."""
+
+    code = Code.INTERNAL
+
+
+class StorageError(InternalError, OSError):
+    """A disk that cannot be read or written."""
+
+    __str__ = Exception.__str__
+
+
+class UnknownError(WeightsyncError, RuntimeError):
+    """Something that is no error of weightsync: the sentence is all that is known."""
+
+    code = Code.UNKNOWN
 
 
 _BY_CODE: Dict[int, Type[WeightsyncError]] = {
@@ -124,21 +180,45 @@ _BY_CODE: Dict[int, Type[WeightsyncError]] = {
         NotFoundError,
         AlreadyExistsError,
         PermissionDeniedError,
+        UnauthenticatedError,
         DeadlineExceededError,
         UnavailableError,
         ResourceExhaustedError,
         AbortedError,
         UnimplementedError,
         CancelledError,
+        OutOfRangeError,
+        DataLossError,
+        InternalError,
+        UnknownError,
     )
+}
+
+# Where the code alone does not say which exception of Python's it is.
+_BY_REASON: Dict[str, Type[WeightsyncError]] = {
+    "CHECKPOINT_EXISTS": CheckpointExistsError,
+    "CHECKPOINT_IO": StorageError,
+    "CHECKPOINT_NOT_FOUND": CheckpointNotFoundError,
+    "DISK_FULL": DiskFullError,
+    "HOST_MAP_FAILED": MemoryExhaustedError,
+    "JOURNAL_IO": StorageError,
+    "MEMORY_EXHAUSTED": MemoryExhaustedError,
+    "NO_ADDRESS_SPACE": MemoryExhaustedError,
+    "NO_DEVICE_MEMORY": MemoryExhaustedError,
+    "NO_MEMORY_FOR_ARENA": MemoryExhaustedError,
+    "NO_MEMORY_FOR_BUFFER": MemoryExhaustedError,
+    "NO_STORE_ROOM": MemoryExhaustedError,
 }
 
 
 def make_error(
     code: int, reason: str, message: str, metadata: Optional[Mapping[str, str]] = None
 ) -> WeightsyncError:
-    """The exception of the class that belongs to `code`."""
-    return _BY_CODE.get(code, WeightsyncError)(reason, message, code, metadata)
+    """The exception of the class that belongs to `code` and `reason`."""
+    kind = _BY_CODE.get(code, UnknownError)
+    # An update that was aborted has its own reason, and is an AbortedError all the same.
+    exact = _BY_REASON.get(reason, kind)
+    return (exact if issubclass(exact, kind) else kind)(reason, message, code, metadata)
 
 
 def invalid(reason: str, message: str) -> InvalidArgumentError:

@@ -53,11 +53,24 @@ class Progress:
     phases: Dict[str, float]
     # Why it was given up: reason and sentence.
     failure: Optional[Tuple[str, str]]
+    # Replicas that run with it.
+    serving_count: int
+    # Known replicas that were not whole (away, or not all of their workers had come) when it began: they do
+    # not serve it yet, and get it when they come. "models/{model}/replicas/{replica}".
+    absent_replicas: Tuple[str, ...]
+    # Who serves it and who does not yet, or what it is: a sentence, which str() gives.
+    summary: str
+
+    def __str__(self) -> str:
+        return self.summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Result(Progress):
-    """How an update went, when every replica serves it, with what it cost this rank."""
+    """How an update went, when every replica that had a part in it serves it, with what it cost this rank.
+
+    str() says how many these are, and names those that do not serve it yet.
+    """
 
     # How long publish() kept this rank from its work, and of that the daemon's copy of its tensors.
     stall_seconds: float = 0.0
@@ -97,6 +110,9 @@ def _progress_fields(found: _capi.Version) -> Dict[str, Any]:
         transfer_policy=TransferPolicy(found.transfer_policy) if found.transfer_policy else None,
         phases={p: getattr(found, p) for p in _capi.PHASES if getattr(found, p) >= 0},
         failure=(reason, _capi.text(found.failure_message)) if reason else None,
+        serving_count=found.serving_count,
+        absent_replicas=tuple(_capi.text(found.absent_replicas).split()),
+        summary=_capi.text(found.summary),
     )
 
 
@@ -117,7 +133,7 @@ class Publication:
         self.result: Optional[Result] = None
 
     def wait(self, timeout: float = 600.0) -> Result:
-        """Waits until every replica serves it.
+        """Waits until every replica that had a part in it serves it; the result names those that do not yet.
 
         AbortedError with the update's own reason when it was given up; DeadlineExceededError
         (WAIT_TIMEOUT) while it goes on.

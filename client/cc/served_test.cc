@@ -1,0 +1,65 @@
+#include "client/cc/served.h"
+
+#include <gtest/gtest.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace weightsync {
+namespace client {
+namespace {
+
+v1::Version Active(int serving) {
+  v1::Version version;
+  version.set_name("models/m/versions/3");
+  version.set_state(v1::Version::STATE_ACTIVE);
+  for (int i = 0; i < serving; ++i) {
+    v1::ReplicaTimes* times = version.add_replicas();
+    times->set_replica(absl::StrCat("models/m/replicas/r", i));
+    times->mutable_resumed_time()->set_seconds(1);
+  }
+  return version;
+}
+
+TEST(ServedTest, CountsWhoServes) {
+  EXPECT_EQ(ServedText(Active(0)), "no replica serves models/m/versions/3");
+  EXPECT_EQ(ServedText(Active(1)), "1 replica serves models/m/versions/3");
+  EXPECT_EQ(ServedText(Active(2)), "2 replicas serve models/m/versions/3");
+}
+
+TEST(ServedTest, NamesWhoDoesNot) {
+  v1::Version version = Active(0);
+  version.add_absent_replicas("models/m/replicas/a");
+  EXPECT_EQ(ServedText(version),
+            "no replica serves models/m/versions/3; not yet: a (not whole when "
+            "it began, gets it when it comes)");
+  version = Active(3);
+  version.add_absent_replicas("models/m/replicas/a");
+  version.add_absent_replicas("models/m/replicas/b");
+  version.mutable_replicas(1)->mutable_failure()->set_reason("PAUSE_TIMEOUT");
+  EXPECT_EQ(ServingCount(version), 2);
+  EXPECT_EQ(ServedText(version),
+            "2 replicas serve models/m/versions/3; not yet: a, b (not whole "
+            "when it began, get it when they come); left out: r1 "
+            "(PAUSE_TIMEOUT)");
+  version.clear_absent_replicas();
+  for (int i = 0; i < 20; ++i) {
+    version.add_absent_replicas(absl::StrCat("models/m/replicas/x", i));
+  }
+  EXPECT_NE(ServedText(version).find("x6, x7 and 12 more ("),
+            std::string::npos);
+}
+
+TEST(ServedTest, OneThatIsNotActiveSaysWhatItIs) {
+  v1::Version version = Active(1);
+  version.set_state(v1::Version::STATE_MOVING);
+  EXPECT_EQ(ServedText(version), "models/m/versions/3 is MOVING");
+  version.set_state(v1::Version::STATE_ABORTED);
+  version.mutable_failure()->set_reason("DISK_FULL");
+  version.mutable_failure()->set_message("Full.");
+  EXPECT_EQ(ServedText(version),
+            "models/m/versions/3 is ABORTED: DISK_FULL: Full.");
+}
+
+}  // namespace
+}  // namespace client
+}  // namespace weightsync
