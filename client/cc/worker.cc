@@ -323,6 +323,9 @@ class Worker::Impl {
     for (const Tensor& tensor : sets_[0]) {
       *worker->add_tensors() = ToWantedTensor(tensor);
     }
+    for (const std::string& uuid : memory_->device_uuids()) {
+      worker->add_device_uuids(uuid);
+    }
     *worker->mutable_installed() = installed();
     return report;
   }
