@@ -30,9 +30,7 @@ class ClientMemory {
   }
 
   // Of those ranges.
-  std::vector<std::string> device_uuids() const {
-    return live_.device_uuids();
-  }
+  std::vector<std::string> device_uuids() const { return live_.device_uuids(); }
 
   transport::Memory* get() { return &live_; }
 

@@ -87,9 +87,8 @@ absl::Status AddTensorDigests(const NodeLayout& layout,
                               const transport::Landing& landing,
                               transport::Memory* memory,
                               TensorDigests* digests) {
-  const bool on_device =
-      memory != nullptr && landing.size() > 0 &&
-      !memory->DeviceOf(landing.frame(0).data()).empty();
+  const bool on_device = memory != nullptr && landing.size() > 0 &&
+                         !memory->DeviceOf(landing.frame(0).data()).empty();
   std::vector<char> read;
   const absl::Span<const schedule::Piece> pieces =
       layout.plan.pieces(static_cast<uint32_t>(landing.bucket_id()));
@@ -114,8 +113,7 @@ absl::Status AddTensorDigests(const NodeLayout& layout,
     }
     if (on_device) {
       read.resize(bytes.size());
-      absl::Status status =
-          memory->Read(bytes.data(), absl::MakeSpan(read));
+      absl::Status status = memory->Read(bytes.data(), absl::MakeSpan(read));
       if (!status.ok()) return status;
       bytes = read;
     }

@@ -51,8 +51,7 @@ absl::StatusOr<transport::Digest> DeviceCopies::DigestOnDevice(
         /*dst=*/nullptr, dense, data + piece.offset, dense, global));
   }
   transport::Digest digest;
-  absl::Status status =
-      memory_->Copy(tasks, transport::CopyOptions(), &digest);
+  absl::Status status = memory_->Copy(tasks, transport::CopyOptions(), &digest);
   if (!status.ok()) return status;
   return digest;
 }
@@ -93,9 +92,9 @@ absl::Status DeviceCopies::ToHost(
     const absl::optional<transport::Digest> known =
         digest.has_value() ? digest : store_->DigestOf(update_id, missing[i]);
     if (known.has_value()) {
-      status = Compare(update_id, missing[i],
-                       BucketDigestMap(layout, missing[i]).Of(0, room.data),
-                       *known);
+      status =
+          Compare(update_id, missing[i],
+                  BucketDigestMap(layout, missing[i]).Of(0, room.data), *known);
       if (!status.ok()) return status;
     }
     status = store_->MarkCopies(update_id, {missing[i]});

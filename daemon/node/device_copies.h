@@ -31,8 +31,10 @@ class DeviceCopies {
       : store_(store), memory_(memory) {}
 
   // Those of `buckets` that lie on a GPU out of `reachable` alone, and of which
-  // there is no copy, get one, which lasts as long as the update is pinned.
-  // `digest`: of a bucket of which the store does not know it yet. Blocks; bounded by the deadlines of the device agents.
+  // there is no copy, get one, which lasts as long as somebody else has the
+  // update pinned.
+  // `digest`: of a bucket of which the store does not know it yet. Blocks;
+  // bounded by the deadlines of the device agents.
   //   The errors of Store::ReserveCopies and Memory::Copy; DATA_LOSS
   //   (DEVICE_STORE_DAMAGED).
   absl::Status ToHost(const std::shared_ptr<const NodeLayout>& layout,

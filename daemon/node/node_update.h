@@ -23,8 +23,8 @@
 // packed there, and copied to host memory where they are to be sent, part by
 // part, beside the connection. Those that come from elsewhere land in host
 // memory and are copied to the GPU one by one as they are complete. The update
-// is VERIFIED here when everything is where it is to be, and its digest there is
-// the right one.
+// is VERIFIED here when everything is where it is to be, and its digest there
+// is the right one.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 #define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_

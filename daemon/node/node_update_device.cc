@@ -1,5 +1,5 @@
-// Buckets that lie on GPUs of this node: where they are packed or land, how they
-// come to be sent, and how those that came get there.
+// Buckets that lie on GPUs of this node: where they are packed or land, how
+// they come to be sent, and how those that came get there.
 
 #include <algorithm>
 #include <utility>
@@ -26,8 +26,8 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
   } else if (context_.placement != nullptr && use == Use::kReceive) {
     devices = context_.placement->ForReceived(*layout_, buckets);
   }
-  auto rooms = context_.store->Reserve(update_id_, version_, layout_, buckets,
-                                       devices);
+  auto rooms =
+      context_.store->Reserve(update_id_, version_, layout_, buckets, devices);
   if (!rooms.ok()) return rooms.status();
   // What the CPU is to write or read lands beside the GPU.
   std::vector<int32_t> beside;
@@ -163,11 +163,11 @@ absl::Status NodeUpdate::CheckNotLost() {
     if (landings_.empty()) return absl::OkStatus();
   }
   if (context_.store->Has(update_id_)) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kDataLoss, "DEVICE_STORE_LOST",
-                   absl::StrCat("node ", context_.node, " had update ",
-                                update_id_,
-                                " in memory of a GPU whose device agent has "
-                                "ended"));
+  return MakeError(
+      absl::StatusCode::kDataLoss, "DEVICE_STORE_LOST",
+      absl::StrCat("node ", context_.node, " had update ", update_id_,
+                   " in memory of a GPU whose device agent has "
+                   "ended"));
 }
 
 void NodeUpdate::StartPlacing() {
@@ -203,9 +203,9 @@ void NodeUpdate::PlaceBuckets() {
     }
     absl::Status status;
     if (packed) {
-      status = context_.device_copies->ToHost(
-          layout_, update_id_, {bucket}, /*reachable=*/{},
-          landing->bucket_digest());
+      status = context_.device_copies->ToHost(layout_, update_id_, {bucket},
+                                              /*reachable=*/{},
+                                              landing->bucket_digest());
     } else if (landing->size() > 0) {
       status = PlaceOnDevice(bucket, landing.get());
     }

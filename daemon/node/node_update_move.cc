@@ -172,8 +172,7 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     (pack ? packed : others).push_back(bucket);
   }
   if (!packed.empty()) {
-    auto landings =
-        Landings(packed, round->in_place ? Use::kHost : Use::kPack);
+    auto landings = Landings(packed, round->in_place ? Use::kHost : Use::kPack);
     if (!landings.ok()) return landings.status();
   }
   if (others.empty()) return absl::OkStatus();
@@ -255,9 +254,8 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
       absl::MutexLock lock(&mutex_);
       for (int32_t bucket : run->buckets) {
         auto staged = staged_.find(bucket);
-        run->landings.push_back(staged != staged_.end()
-                                    ? staged->second
-                                    : landings_.at(bucket));
+        run->landings.push_back(staged != staged_.end() ? staged->second
+                                                        : landings_.at(bucket));
       }
     }
     // A member that splits it otherwise is not met at all.

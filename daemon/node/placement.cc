@@ -116,10 +116,9 @@ bool Placement::AllReach(const std::string& model,
   absl::MutexLock lock(&mutex_);
   auto workers = workers_.find(model);
   if (workers == workers_.end()) return true;
-  return std::all_of(workers->second.begin(), workers->second.end(),
-                     [&device](const auto& worker) {
-                       return Has(worker.second, device);
-                     });
+  return std::all_of(
+      workers->second.begin(), workers->second.end(),
+      [&device](const auto& worker) { return Has(worker.second, device); });
 }
 
 }  // namespace daemon

@@ -425,11 +425,13 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
     }
     const int64_t pinned = PinnedBytes(device);
     if (needed > budget - pinned) {
-      return NoStoreRoom(absl::StrCat(
-          entry->Name(), " needs ", needed, " bytes; ", place, " has a budget "
-          "of ", budget, " bytes, of which ", pinned, " are pinned (",
-          PinnedNames(device), "); raise ", flag, " to at least ",
-          pinned + needed));
+      return NoStoreRoom(
+          absl::StrCat(entry->Name(), " needs ", needed, " bytes; ", place,
+                       " has a budget "
+                       "of ",
+                       budget, " bytes, of which ", pinned, " are pinned (",
+                       PinnedNames(device), "); raise ", flag, " to at least ",
+                       pinned + needed));
     }
     if (growing_) {
       // Perhaps for us.
@@ -792,10 +794,10 @@ absl::StatusOr<LocatedUpdate> Store::Locate(
     if (!Reaches(*extent, reachable)) {
       auto copy = entry->copies.find(bucket);
       if (copy == entry->copies.end() || !copy->second.whole) {
-        return MakeError(absl::StatusCode::kFailedPrecondition, "OUT_OF_REACH",
-                         absl::StrCat("bucket ", bucket, " of update ",
-                                      update_id, " lies on ",
-                                      extent->arena->device(), " alone"));
+        return MakeError(
+            absl::StatusCode::kFailedPrecondition, "OUT_OF_REACH",
+            absl::StrCat("bucket ", bucket, " of update ", update_id,
+                         " lies on ", extent->arena->device(), " alone"));
       }
       extent = &copy->second;
     }

@@ -251,8 +251,8 @@ class Store {
 
   // ---- Buckets on GPUs: store_device.cc ----
 
-  // Room in host memory for copies of buckets that lie on GPUs; of those that do
-  // not, where they are. Errors of Reserve. REQUIRES: the update is pinned.
+  // Room in host memory for copies of buckets that lie on GPUs; of those that
+  // do not, where they are. Errors of Reserve. REQUIRES: the update is pinned.
   absl::StatusOr<std::vector<BucketRoom>> ReserveCopies(
       const std::string& update_id, const std::vector<int32_t>& buckets);
   // The copies are complete. NOT_FOUND (UPDATE_UNKNOWN).
@@ -271,7 +271,8 @@ class Store {
   void LoseDevice(const std::string& device);
 
   // Where a bucket lies, whole or not, for those who know which bytes of it are
-  // there; its copy, where it has one. Errors of Locate. REQUIRES: the update is pinned.
+  // there; its copy, where it has one. Errors of Locate. REQUIRES: the update
+  // is pinned.
   absl::StatusOr<v1::SlotLocation> LocationOf(const std::string& update_id,
                                               int32_t bucket) const;
   // Where whole buckets lie in this process, for sending them. Errors of
@@ -446,8 +447,8 @@ class Store {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropLocked(const std::string& update_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Drops arenas of `device` in which nothing lies, down to `keep_bytes` in all;
-  // all of GPUs, where none is given.
+  // Drops arenas of `device` in which nothing lies, down to `keep_bytes` in
+  // all; all of GPUs, where none is given.
   void DropFreeArenas(int64_t keep_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropFreeArenas(int64_t keep_bytes, const std::string& device)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -17,9 +17,9 @@ namespace {
 using transport::MakeError;
 
 absl::Status UpdateUnknown(const std::string& update_id) {
-  return MakeError(absl::StatusCode::kNotFound, "UPDATE_UNKNOWN",
-                   absl::StrCat("the store has no update ", update_id,
-                                " any more"));
+  return MakeError(
+      absl::StatusCode::kNotFound, "UPDATE_UNKNOWN",
+      absl::StrCat("the store has no update ", update_id, " any more"));
 }
 
 }  // namespace

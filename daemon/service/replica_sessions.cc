@@ -691,8 +691,8 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
         ErrorReason(located->status) == "OUT_OF_REACH") {
       // Other commands do not wait for a GPU.
       node_.copies->Run([this, id, command, located, buckets, reachable] {
-        located->status = BringInReach(command, buckets, reachable,
-                                       &located->update);
+        located->status =
+            BringInReach(command, buckets, reachable, &located->update);
         node_.loop->Post(
             [this, id, command, located] { Send(id, command, located); });
       });

@@ -83,8 +83,7 @@ class LiveMemory::DeviceSegment final : public Segment {
  public:
   DeviceSegment(LiveMemory* memory, std::shared_ptr<ProcessGpu> gpu,
                 std::unique_ptr<Segment> control, UniqueFd lock,
-                std::shared_ptr<const ProcessGpu::Opened> opened,
-                int64_t bytes)
+                std::shared_ptr<const ProcessGpu::Opened> opened, int64_t bytes)
       : memory_(memory),
         gpu_(std::move(gpu)),
         control_(std::move(control)),

@@ -63,10 +63,10 @@ class ProcessGpu {
   virtual absl::StatusOr<std::shared_ptr<const Opened>> Open(
       const DeviceHandle& handle) = 0;
 
-  // Between this GPU and host memory, or within it. Returns when the bytes are in place, and
-  // not before what it has begun has ended, but for DEADLINE_EXCEEDED
-  // (DEVICE_STALLED): nothing has moved for `timeout`, and more may follow. The
-  // errors of CheckCuda.
+  // Between this GPU and host memory, or within it. Returns when the bytes are
+  // in place, and not before what it has begun has ended, but for
+  // DEADLINE_EXCEEDED (DEVICE_STALLED): nothing has moved for `timeout`, and
+  // more may follow. The errors of CheckCuda.
   virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
                             absl::Duration timeout) = 0;
 };

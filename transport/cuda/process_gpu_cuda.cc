@@ -118,9 +118,9 @@ class CudaProcessGpu final : public ProcessGpu {
     const absl::StatusOr<void*> probe = OpenIpc(handle, handle.probe_ipc);
     if (!probe.ok()) return probe.status();
     std::array<char, 16> found = {};
-    status = CheckCuda(cudaMemcpy(found.data(), *probe, found.size(),
-                                  cudaMemcpyDeviceToHost),
-                       "cudaMemcpy from a probe");
+    status = CheckCuda(
+        cudaMemcpy(found.data(), *probe, found.size(), cudaMemcpyDeviceToHost),
+        "cudaMemcpy from a probe");
     cudaIpcCloseMemHandle(*probe);
     if (!status.ok()) return status;
     if (found != handle.nonce) {

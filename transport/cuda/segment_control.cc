@@ -48,8 +48,8 @@ absl::StatusOr<DeviceHandle> ReadSegmentControl(const Segment& control,
 UniqueFd OpenSegmentControl(const Segment& control) {
   int64_t offset;
   const int fd = control.file(&offset);
-  return UniqueFd(open(absl::StrCat("/proc/self/fd/", fd).c_str(),
-                       O_RDONLY | O_CLOEXEC));
+  return UniqueFd(
+      open(absl::StrCat("/proc/self/fd/", fd).c_str(), O_RDONLY | O_CLOEXEC));
 }
 
 absl::StatusOr<UniqueFd> LockSegmentControl(const Segment& control) {

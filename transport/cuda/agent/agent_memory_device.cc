@@ -83,9 +83,8 @@ absl::StatusOr<std::unique_ptr<Segment>> AgentMemory::AllocateOnDevice(
   const absl::StatusOr<uint64_t> epoch = AwaitEpoch(*device.gpu);
   if (!epoch.ok()) return epoch.status();
   device.epoch = *epoch;
-  const absl::StatusOr<DeviceAgent::StorePart> part =
-      (*agent)->MakeStore(*epoch, bytes, options.generation_slots, options.name,
-                          options_.timeout);
+  const absl::StatusOr<DeviceAgent::StorePart> part = (*agent)->MakeStore(
+      *epoch, bytes, options.generation_slots, options.name, options_.timeout);
   if (!part.ok()) return part.status();
   device.store = part->id;
   const auto give_back = [&](const absl::Status& status) {
@@ -96,9 +95,8 @@ absl::StatusOr<std::unique_ptr<Segment>> AgentMemory::AllocateOnDevice(
       host_->Import(part->control, kImportDeadline);
   if (!control.ok()) return give_back(control.status());
   // Addresses, and no memory.
-  void* const data =
-      mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const data = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data == MAP_FAILED) {
     return give_back(MakeErrnoError(absl::StatusCode::kResourceExhausted,
                                     "NO_ADDRESS_SPACE",
@@ -177,9 +175,8 @@ absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
     if (!status.ok()) return status;
     int64_t from_offset = 0, to_offset = 0;
     const DeviceInfo from = FindDevice(task->src, &from_offset);
-    const DeviceInfo to = task->dst == nullptr
-                              ? DeviceInfo()
-                              : FindDevice(task->dst, &to_offset);
+    const DeviceInfo to =
+        task->dst == nullptr ? DeviceInfo() : FindDevice(task->dst, &to_offset);
     const DeviceInfo& device = from.gpu != nullptr ? from : to;
     Work& work = works[{device.gpu, device.epoch}];
     if (task->dst == nullptr) {
