@@ -40,6 +40,7 @@ absl::StatusOr<transport::Digest> DeviceCopies::DigestOnDevice(
   std::vector<transport::CopyTask> tasks;
   for (const schedule::Piece& piece :
        layout.plan.pieces(static_cast<uint32_t>(bucket))) {
+    if (piece.box.Volume() == 0) continue;
     const schedule::Param& param = layout.catalog.param(piece.ordinal);
     transport::GlobalBox global;
     global.ordinal = piece.ordinal;

@@ -440,7 +440,10 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       mutex_.Await(absl::Condition(&grown));
       continue;
     }
-    if (EvictOldest("", &device)) {
+    // Host memory that was not taken ahead is, before anything is given up.
+    const bool spare = device.empty() && options_.device_budget_bytes > 0 &&
+                       Reserved(device) + lacking <= budget;
+    if (!spare && EvictOldest("", &device)) {
       evicting = true;
       continue;
     }

@@ -404,6 +404,25 @@ TEST_F(DeviceStoreTest, ACheckpointIsWrittenFromAGpu) {
   EXPECT_TRUE(Serves("near"));
 }
 
+TEST_F(DeviceStoreTest, AWorkerThatCannotOpenItIsBroughtCopies) {
+  StartNode("a", DeviceFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  OneWorker near(&cluster_, "a", "near", 0);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  // As between containers without a common name space.
+  gpu_sim::Plant("call=cudaIpcOpenMemHandle process=test error=1 count=0");
+  OneWorker closed(&cluster_, "a", "closed", 0);
+  ASSERT_TRUE(WaitUntil([&] { return closed.Holds(1); }));
+  for (const int version : {2, 3}) {
+    const auto published = trainer.Publish(version);
+    ASSERT_TRUE(published.ok()) << published.status();
+    EXPECT_TRUE(near.Holds(version));
+    EXPECT_TRUE(closed.Holds(version));
+  }
+  EXPECT_TRUE(Verify("closed"));
+}
+
 TEST_F(DeviceStoreTest, ItNeedsGpus) {
   EXPECT_FALSE(cluster_.StartNode("a", {"--store=device"}));
   EXPECT_TRUE(absl::StrContains(Log("a"), "it needs --memory=cuda"));

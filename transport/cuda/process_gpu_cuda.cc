@@ -27,6 +27,8 @@ namespace {
 constexpr int64_t kMaxPitch = int64_t{1} << 30;
 // So many rows in one command.
 constexpr int64_t kMaxRows = 1 << 16;
+// Of the few bytes of a probe.
+constexpr absl::Duration kProbeTimeout = absl::Seconds(10);
 // How much is given to the GPU before it is waited for.
 constexpr int kMaxCommands = 1024;
 
@@ -118,9 +120,12 @@ class CudaProcessGpu final : public ProcessGpu {
     const absl::StatusOr<void*> probe = OpenIpc(handle, handle.probe_ipc);
     if (!probe.ok()) return probe.status();
     std::array<char, 16> found = {};
-    status = CheckCuda(
-        cudaMemcpy(found.data(), *probe, found.size(), cudaMemcpyDeviceToHost),
-        "cudaMemcpy from a probe");
+    CopyTask look;
+    look.src = static_cast<const char*>(*probe);
+    look.dst = found.data();
+    look.run_bytes = static_cast<int64_t>(found.size());
+    // Not on the stream that all others of the process wait for.
+    status = Copy({look}, kProbeTimeout);
     cudaIpcCloseMemHandle(*probe);
     if (!status.ok()) return status;
     if (found != handle.nonce) {

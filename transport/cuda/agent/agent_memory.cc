@@ -409,6 +409,10 @@ absl::Status AgentMemory::Pack(const PackRequest& request, PackResult* result) {
   std::vector<Gpu*> gpus;
   bool host = false;
   for (const PackPiece& piece : request.pieces) {
+    if (piece.copy.bytes() == 0) {
+      regions.push_back(nullptr);
+      continue;
+    }
     regions.push_back(FindRegion(piece.copy.src));
     if (regions.back() == nullptr) {
       host = true;

@@ -23,6 +23,7 @@
 #include "glog/logging.h"
 #include "transport/cuda/agent/agent_job.h"
 #include "transport/cuda/agent/agent_wire.h"
+#include "transport/cuda/agent/device_agent.h"
 #include "transport/cuda/cuda_memory.h"
 #include "transport/cuda/segment_control.h"
 #include "transport/error.h"
