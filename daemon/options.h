@@ -94,6 +94,10 @@ struct Options {
   std::vector<std::string> device_uuids;
   // Of bucket_bytes each, on each GPU that trainers use.
   int gpu_slots = 3;
+  // --store=device: buckets lie in memory of these GPUs, where they can.
+  bool device_store = false;
+  // Of each GPU; 0: what it has free.
+  int64_t device_store_bytes = 0;
   // Of its SMs, for each operation.
   int nccl_max_ctas = 4;
 

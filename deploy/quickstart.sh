@@ -12,6 +12,7 @@
 #   --versions N        how many versions (default: 3)
 #   --memory host|cuda  where trainers and workers have their tensors (default: host);
 #                       with cuda they go from one to the next of the machine's GPUs
+#   --store host|device with --memory cuda: where the daemons keep weights (default: host)
 #   --simulate_gpu      with --memory cuda: on simulated GPUs (tests/gpu/sim), which are
 #                       slow, and find any use of memory that is not there
 #   --keep              leave the cluster up, and print the commands to look at it
@@ -31,6 +32,7 @@ versions=3
 keep=
 flip_bit=
 memory=host
+store=host
 simulate_gpu=
 
 usage() {
@@ -46,11 +48,11 @@ while (($# > 0)); do
   option=$1
   value=
   case "$option" in
-    --model=* | --safetensors=* | --versions=* | --memory=*)
+    --model=* | --safetensors=* | --versions=* | --memory=* | --store=*)
       value=${option#*=}
       option=${option%%=*}
       ;;
-    --model | --safetensors | --versions | --memory)
+    --model | --safetensors | --versions | --memory | --store)
       (($# > 1)) || wrong "$option needs a value"
       value=$2
       shift
@@ -61,6 +63,7 @@ while (($# > 0)); do
     --safetensors) safetensors=$value ;;
     --versions) versions=$value ;;
     --memory) memory=$value ;;
+    --store) store=$value ;;
     --simulate_gpu) simulate_gpu=1 ;;
     --keep) keep=1 ;;
     --flip_bit) flip_bit=1 ;;
@@ -74,6 +77,8 @@ while (($# > 0)); do
 done
 [[ $versions =~ ^[1-9][0-9]{0,5}$ ]] || wrong "--versions $versions is no count"
 [[ $memory == host || $memory == cuda ]] || wrong "--memory is host or cuda, not $memory"
+[[ $store == host || $store == device ]] || wrong "--store is host or device, not $store"
+[[ $store == host || $memory == cuda ]] || wrong "--store device needs --memory cuda"
 [[ -z $simulate_gpu || $memory == cuda ]] || wrong "--simulate_gpu needs --memory cuda"
 if [[ -n $safetensors ]]; then
   [[ -r $safetensors ]] || wrong "cannot read $safetensors"
@@ -209,7 +214,7 @@ start_daemon() {
   local node=$1 i
   start "$node" "$daemon" --node="$node" --listen=127.0.0.1:0 \
     --unix_socket="$work/$node.sock" --state_dir="$work/$node.state" \
-    --ready_file="$work/$node.ready" --memory="$memory" "${coordinator[@]}"
+    --ready_file="$work/$node.ready" --memory="$memory" --store="$store" "${coordinator[@]}"
   for ((i = 0; i < 300; ++i)); do
     [[ ! -e $work/$node.ready ]] || return 0
     running "$node" || fail "the daemon of $node did not start"

@@ -51,6 +51,8 @@ class Segment {
   // Does not change.
   virtual char* data() const = 0;
   virtual int64_t bytes() const = 0;
+  // kCuda: of which GPU.
+  virtual std::string device_uuid() const { return ""; }
   // False in a process that got the segment read-only: a store by the CPU is a
   // SIGSEGV there.
   virtual bool writable() const = 0;
@@ -73,6 +75,9 @@ struct AllocateOptions {
   int generation_slots = 0;
   // No process but this one can ever write to it, whatever it was exported as.
   bool others_read_only = false;
+  // Memory of this GPU, in a process that has others look after its GPUs
+  // (cuda::AgentMemory). Empty: of the kind of the Memory.
+  std::string device_uuid;
 };
 
 struct ExportOptions {
@@ -130,6 +135,11 @@ class Memory {
   // (SOURCE_MEMORY_LOST) with some bytes copied, and *digest as it was.
   virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
                             const CopyOptions& options, Digest* digest) = 0;
+
+  // The GPU in whose memory an address of this process names bytes that nobody
+  // can follow here: Copy, Pack, Read and Write take it. Empty: it is an
+  // address as any other.
+  virtual std::string DeviceOf(const char* /*address*/) const { return ""; }
 
   // Errors as those of Copy; on_frames may have been called for some frames
   // before one.

@@ -4,7 +4,9 @@
 #define WEIGHTSYNC_CLIENT_CC_CLIENT_MEMORY_H_
 
 #include <algorithm>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "transport/cuda/live_memory.h"
@@ -26,6 +28,9 @@ class ClientMemory {
   absl::Status AddGpuRange(const void* data, int64_t bytes) {
     return live_.AddRange(data, bytes);
   }
+
+  // Of those ranges.
+  std::vector<std::string> device_uuids() const { return live_.device_uuids(); }
 
   transport::Memory* get() { return &live_; }
 

@@ -12,7 +12,8 @@ namespace client {
 absl::StatusOr<std::shared_ptr<transport::Segment>> MapOffer(
     transport::Memory* memory, const v1::ArenaOffer& offer) {
   transport::MemoryTicket ticket;
-  ticket.kind = transport::MemoryKind::kHost;
+  ticket.kind = offer.device_uuid().empty() ? transport::MemoryKind::kHost
+                                            : transport::MemoryKind::kCuda;
   ticket.bytes = offer.size_bytes() - offer.data_offset_bytes();
   ticket.read_only = offer.read_only();
   ticket.address = offer.descriptor_socket();

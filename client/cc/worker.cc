@@ -323,8 +323,33 @@ class Worker::Impl {
     for (const Tensor& tensor : sets_[0]) {
       *worker->add_tensors() = ToWantedTensor(tensor);
     }
+    {
+      absl::MutexLock lock(&mutex_);
+      for (const std::string& uuid : memory_->device_uuids()) {
+        if (closed_devices_.count(uuid) == 0) worker->add_device_uuids(uuid);
+      }
+    }
     *worker->mutable_installed() = installed();
     return report;
+  }
+
+  // Memory of the daemon on a GPU that cannot be opened here: the daemon is
+  // told not to count on it, and brings copies in host memory.
+  void CloseDevice(const std::string& uuid, const absl::Status& why) {
+    const std::string reason = ErrorReason(why);
+    // Of memory that has gone, its GPU's agent says more.
+    if (uuid.empty() ||
+        (reason != "PROBE_FAILED" && reason != "ALLOCATION_FREED" &&
+         reason != "MIG_NO_IPC" && reason != "DEVICE_NOT_VISIBLE")) {
+      return;
+    }
+    {
+      absl::MutexLock lock(&mutex_);
+      if (!closed_devices_.insert(uuid).second) return;
+    }
+    LOG(WARNING) << Name() << " takes its weights by way of host memory, as "
+                 << "those on " << uuid << " cannot be opened";
+    lease_.Restart();
   }
 
   // On the queue's thread, as everything below.
@@ -337,6 +362,7 @@ class Worker::Impl {
         if (!status.ok()) {
           LOG(ERROR) << Name() << " cannot map the store's arena "
                      << command.arena().arena_id() << ": " << status;
+          CloseDevice(command.arena().device_uuid(), status);
         }
         break;
       }
@@ -942,6 +968,8 @@ class Worker::Impl {
   mutable absl::Mutex mutex_;
   v1::InstalledState installed_ ABSL_GUARDED_BY(mutex_);
   bool applying_ ABSL_GUARDED_BY(mutex_) = false;
+  // GPUs of which memory of the daemon cannot be opened here.
+  std::set<std::string> closed_devices_ ABSL_GUARDED_BY(mutex_);
   bool asleep_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Time apply_deadline_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   // Not OK once the lease has ended.

@@ -159,6 +159,8 @@ std::string GpuText(const v1::GpuUse& gpu) {
                                   "; ", Counted(gpu.slot_count(), "slot"), " ",
                                   HumanBytes(gpu.slot_bytes()), ", tables ",
                                   HumanBytes(gpu.context_bytes()));
+  if (gpu.device_store_bytes() > 0)
+    absl::StrAppend(&text, ", store ", HumanBytes(gpu.device_store_bytes()));
   if (gpu.nccl_bytes() > 0)
     absl::StrAppend(&text, ", NCCL ", HumanBytes(gpu.nccl_bytes()));
   return absl::StrCat(text, restarts);

@@ -70,6 +70,14 @@ DEFINE_string(
 DEFINE_int32(gpu_slots, 3,
              "With --memory=cuda: how many staging slots of --bucket_bytes are "
              "taken on each GPU that trainers use; 1 to 64.");
+DEFINE_string(
+    store, "host",
+    "Where weights wait to be put in place: host, or device (with "
+    "--memory=cuda: in memory of the GPUs, where all who need them there can "
+    "reach it; it ends with a GPU's child process).");
+DEFINE_int64(device_store_bytes, 0,
+             "With --store=device: bytes of each GPU's memory that weights may "
+             "take, all models together. 0: what is free when they come.");
 DEFINE_int32(nccl_max_ctas, 4,
              "With --group=nccl: how many of the GPU's SMs an operation may "
              "take from those who compute; 1 to 32.");
@@ -416,6 +424,21 @@ absl::StatusOr<Options> OptionsFromFlags() {
                      "give 1 to 64");
   }
   options.gpu_slots = FLAGS_gpu_slots;
+  if (FLAGS_store != "host" && FLAGS_store != "device")
+    return FlagError("store", FLAGS_store, "give host or device");
+  options.device_store = FLAGS_store == "device";
+  if (options.device_store && !options.cuda_memory) {
+    return FlagError("store", FLAGS_store,
+                     "it needs --memory=cuda, which gives the daemon its GPUs");
+  }
+  if (FLAGS_device_store_bytes < 0 ||
+      (FLAGS_device_store_bytes > 0 && !options.device_store)) {
+    return FlagError("device_store_bytes",
+                     absl::StrCat(FLAGS_device_store_bytes),
+                     "give a number of bytes, with --store=device, or 0 for "
+                     "what the GPU has free");
+  }
+  options.device_store_bytes = FLAGS_device_store_bytes;
   if (FLAGS_nccl_max_ctas < 1 || FLAGS_nccl_max_ctas > 32) {
     return FlagError("nccl_max_ctas", absl::StrCat(FLAGS_nccl_max_ctas),
                      "give 1 to 32");

@@ -14,7 +14,9 @@ constexpr int ArenaSpace::kGenerationSlots;
 
 ArenaSpace::ArenaSpace(std::string id,
                        std::shared_ptr<transport::Segment> segment)
-    : id_(std::move(id)), segment_(std::move(segment)) {
+    : id_(std::move(id)),
+      segment_(std::move(segment)),
+      device_(segment_->device_uuid()) {
   const int64_t usable = segment_->bytes() / kAlignment * kAlignment;
   if (usable > 0) free_[0] = usable;
   for (int slot = segment_->generation_slots(); slot-- > 0;) {
@@ -23,6 +25,7 @@ ArenaSpace::ArenaSpace(std::string id,
 }
 
 absl::optional<int64_t> ArenaSpace::Allocate(int64_t bytes) {
+  if (lost_) return absl::nullopt;
   bytes = Aligned(bytes);
   for (auto it = free_.begin(); it != free_.end(); ++it) {
     if (it->second < bytes) continue;
@@ -55,8 +58,15 @@ void ArenaSpace::Free(int64_t offset, int64_t bytes) {
   free_[offset] = bytes;
 }
 
+void ArenaSpace::Lose() {
+  lost_ = true;
+  for (int slot = segment_->generation_slots(); slot-- > 0;) {
+    segment_->AdvanceGeneration(slot);
+  }
+}
+
 absl::optional<int> ArenaSpace::TakeSlot() {
-  if (free_slots_.empty()) return absl::nullopt;
+  if (lost_ || free_slots_.empty()) return absl::nullopt;
   const int slot = free_slots_.back();
   free_slots_.pop_back();
   segment_->AdvanceGeneration(slot);

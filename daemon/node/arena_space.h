@@ -34,6 +34,8 @@ class ArenaSpace {
   const std::shared_ptr<transport::Segment>& segment() const {
     return segment_;
   }
+  // The GPU whose memory it is; empty: host memory.
+  const std::string& device() const { return device_; }
   int64_t capacity() const { return segment_->bytes(); }
   int64_t used() const { return used_; }
 
@@ -41,6 +43,11 @@ class ArenaSpace {
   absl::optional<int64_t> Allocate(int64_t bytes);
   // REQUIRES: Allocate(bytes) answered `offset`.
   void Free(int64_t offset, int64_t bytes);
+
+  // The memory is gone: nothing is given out any more, and whoever reads it
+  // will notice.
+  void Lose();
+  bool lost() const { return lost_; }
 
   // A slot that nobody has, with a generation that nobody was ever told.
   absl::optional<int> TakeSlot();
@@ -50,6 +57,8 @@ class ArenaSpace {
  private:
   const std::string id_;
   const std::shared_ptr<transport::Segment> segment_;
+  const std::string device_;
+  bool lost_ = false;
   int64_t used_ = 0;
   // Offset -> bytes; neighbours are merged.
   std::map<int64_t, int64_t> free_;

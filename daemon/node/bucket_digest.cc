@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "schedule/box.h"
 #include "schedule/catalog.h"
@@ -82,13 +83,17 @@ void ForPieces(const NodeLayout& layout,
 
 }  // namespace
 
-void AddTensorDigests(const NodeLayout& layout,
-                      const transport::Landing& landing,
-                      TensorDigests* digests) {
+absl::Status AddTensorDigests(const NodeLayout& layout,
+                              const transport::Landing& landing,
+                              transport::Memory* memory,
+                              TensorDigests* digests) {
+  const bool on_device = memory != nullptr && landing.size() > 0 &&
+                         !memory->DeviceOf(landing.frame(0).data()).empty();
+  std::vector<char> read;
   const absl::Span<const schedule::Piece> pieces =
       layout.plan.pieces(static_cast<uint32_t>(landing.bucket_id()));
   for (uint32_t f = 0; f < landing.frame_count(); ++f) {
-    const absl::Span<const char> bytes = landing.frame(f);
+    absl::Span<const char> bytes = landing.frame(f);
     const int64_t offset =
         static_cast<int64_t>(f) * transport::Landing::kFrameBytes;
     const int64_t size = static_cast<int64_t>(bytes.size());
@@ -106,6 +111,12 @@ void AddTensorDigests(const NodeLayout& layout,
       (*digests)[static_cast<uint32_t>(ordinal)] += landing.frame_digest(f);
       continue;
     }
+    if (on_device) {
+      read.resize(bytes.size());
+      absl::Status status = memory->Read(bytes.data(), absl::MakeSpan(read));
+      if (!status.ok()) return status;
+      bytes = read;
+    }
     ForPieces(layout, pieces, offset, size,
               [&](const schedule::Piece& piece, const schedule::Param& param,
                   int64_t begin, int64_t end, int64_t at) {
@@ -113,6 +124,7 @@ void AddTensorDigests(const NodeLayout& layout,
                          &(*digests)[piece.ordinal]);
               });
   }
+  return absl::OkStatus();
 }
 
 BucketDigestMap::BucketDigestMap(std::shared_ptr<const NodeLayout> layout,

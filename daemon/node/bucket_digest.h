@@ -7,11 +7,13 @@
 #include <map>
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "daemon/node/layouts.h"
 #include "transport/digest.h"
 #include "transport/digest_map.h"
 #include "transport/landing.h"
+#include "transport/memory.h"
 
 namespace weightsync {
 namespace daemon {
@@ -20,10 +22,12 @@ namespace daemon {
 using TensorDigests = std::map<uint32_t, transport::Digest>;
 
 // Adds the digests of a bucket that lies complete in `landing`, parameter by
-// parameter. Only frames in which two parameters meet are read again.
-void AddTensorDigests(const NodeLayout& layout,
-                      const transport::Landing& landing,
-                      TensorDigests* digests);
+// parameter. Only frames in which two parameters meet are read again. `memory`
+// reads those that lie on a GPU; null: none does. Errors of Memory::Read.
+absl::Status AddTensorDigests(const NodeLayout& layout,
+                              const transport::Landing& landing,
+                              transport::Memory* memory,
+                              TensorDigests* digests);
 
 // Finds the runs of a stretch in the boxes of the pieces when it is asked. A
 // list of them could take more memory than the daemon may: a tensor that is cut

@@ -433,6 +433,11 @@ absl::StatusOr<int64_t> Checkpoints::Write(const v1::WriteCheckpoint& command,
   if (!pin.ok()) return no_holder(pin.status());
   const std::vector<int32_t> buckets(command.buckets().begin(),
                                      command.buckets().end());
+  if (device_copies_ != nullptr) {
+    const absl::Status copied =
+        device_copies_->ToHost(plan->layout, command.update_id(), buckets);
+    if (!copied.ok()) return copied;
+  }
   auto rooms = store_->Rooms(command.update_id(), buckets, /*incoming=*/true);
   if (!rooms.ok()) return no_holder(rooms.status());
   auto data = CheckpointData::OpenToWrite(**root, command.checkpoint().path(),

@@ -37,6 +37,7 @@
 #include "absl/types/optional.h"
 #include "daemon/node/checkpoint_bytes.h"
 #include "daemon/node/checkpoint_note.h"
+#include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
@@ -68,6 +69,10 @@ class Checkpoints {
   ~Checkpoints();
   Checkpoints(const Checkpoints&) = delete;
   Checkpoints& operator=(const Checkpoints&) = delete;
+
+  // For a store that has buckets on GPUs; outlives this. Before the first
+  // command.
+  void SetDeviceCopies(DeviceCopies* copies) { device_copies_ = copies; }
 
   void WriteCheckpoint(const v1::WriteCheckpoint& command);
   void CompleteCheckpoint(const v1::CompleteCheckpoint& command);
@@ -146,6 +151,7 @@ class Checkpoints {
   const Options options_;
   LayoutBook* const layouts_;
   Store* const store_;
+  DeviceCopies* device_copies_ = nullptr;
 
   mutable absl::Mutex mutex_;
   bool shut_down_ ABSL_GUARDED_BY(mutex_) = false;

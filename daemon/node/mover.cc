@@ -53,6 +53,12 @@ void Mover::SetCheckpoints(Checkpoints* checkpoints) {
   checkpoints_ = checkpoints;
 }
 
+void Mover::SetDeviceStore(const Placement* placement, DeviceCopies* copies) {
+  absl::MutexLock lock(&mutex_);
+  placement_ = placement;
+  device_copies_ = copies;
+}
+
 void Mover::SetClusterId(const std::string& cluster_id) {
   absl::MutexLock lock(&mutex_);
   cluster_id_ = cluster_id;
@@ -127,6 +133,8 @@ std::shared_ptr<NodeUpdate> Mover::FindOrMake(
   context.groups = groups_;
   context.sink = sink_;
   context.checkpoints = checkpoints_;
+  context.placement = placement_;
+  context.device_copies = device_copies_;
   std::shared_ptr<NodeUpdate>& run = runs_[key];
   // A dry run or a fetch that nobody ended has finished by itself.
   if (run != nullptr) ending_.push_back(std::move(run));

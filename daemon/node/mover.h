@@ -45,7 +45,9 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
+#include "daemon/node/placement.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
 #include "daemon/node/stream_sink.h"
@@ -112,6 +114,10 @@ class Mover {
   // For updates by way of a checkpoint; outlives the mover. Before the first
   // command.
   void SetCheckpoints(Checkpoints* checkpoints);
+
+  // For a store that has buckets on GPUs; both outlive the mover. Before the
+  // first command.
+  void SetDeviceStore(const Placement* placement, DeviceCopies* copies);
 
   // Before the first PrepareUpdate: from Welcome.
   void SetClusterId(const std::string& cluster_id);
@@ -186,6 +192,8 @@ class Mover {
   std::string cluster_id_ ABSL_GUARDED_BY(mutex_);
   StreamSink* sink_ ABSL_GUARDED_BY(mutex_) = nullptr;
   Checkpoints* checkpoints_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  const Placement* placement_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  DeviceCopies* device_copies_ ABSL_GUARDED_BY(mutex_) = nullptr;
   absl::flat_hash_map<std::string, std::shared_ptr<NodeUpdate>> runs_
       ABSL_GUARDED_BY(mutex_);
   // Told to end, and not done yet.

@@ -104,34 +104,6 @@ absl::Status NodeUpdate::PinInStore() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
-    const std::vector<int32_t>& buckets) {
-  absl::Status pinned = PinInStore();
-  if (!pinned.ok()) return pinned;
-  auto rooms = context_.store->Reserve(update_id_, version_, layout_, buckets);
-  if (!rooms.ok()) return rooms.status();
-  std::vector<std::shared_ptr<Landing>> landings;
-  std::vector<FrameCount*> fresh;
-  {
-    absl::MutexLock lock(&mutex_);
-    for (const BucketRoom& room : *rooms) {
-      std::shared_ptr<Landing>& landing = landings_[room.bucket];
-      if (landing == nullptr) {
-        landing = std::make_shared<Landing>(
-            static_cast<uint64_t>(room.bucket), room.data,
-            std::make_shared<BucketDigestMap>(layout_, room.bucket), room.file);
-        auto& count = counts_[room.bucket];
-        count = std::make_unique<FrameCount>(this, landing);
-        fresh.push_back(count.get());
-      }
-      landings.push_back(landing);
-    }
-  }
-  // Not under our lock: watchers take it.
-  for (FrameCount* count : fresh) count->Start();
-  return landings;
-}
-
 absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
     int32_t rank, const std::vector<SourceShard>& shards, bool verify_source,
     const CancelFlag* cancel) {
@@ -143,7 +115,7 @@ absl::StatusOr<SnapshotResult> NodeUpdate::Snapshot(
   absl::StatusOr<SnapshotResult> result = [&] {
     using Result = absl::StatusOr<SnapshotResult>;
     const std::vector<int32_t> buckets = layout_->RankBuckets(rank);
-    auto landings = Landings(buckets);
+    auto landings = Landings(buckets, Use::kPack);
     if (!landings.ok()) return Result(landings.status());
     Result taken = TakeSnapshot(*layout_, rank, shards, *landings,
                                 context_.memory, {cancel, &cancel_});
@@ -289,6 +261,7 @@ void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
       lane_buckets_.insert(flow->buckets.begin(), flow->buckets.end());
     }
   }
+  StartPlacing();
   for (auto& flow : round_->flows) {
     FlowRun* f = flow.get();
     Round* round = round_.get();
@@ -381,6 +354,8 @@ bool NodeUpdate::AllMoved() {
 
 void NodeUpdate::LookAtBytes() {
   if (!round_->prepared || dry_) return;
+  absl::Status lost = CheckNotLost();
+  if (!lost.ok()) ReportFailure(lost);
   bool complete = true;
   bool has_manifest = false;
   bool moving = false;
@@ -400,6 +375,7 @@ void NodeUpdate::LookAtBytes() {
         }
       }
     }
+    complete = complete && AllPlaced();
     has_manifest = has_manifest_;
     moving = round_->move;
   }
@@ -573,6 +549,8 @@ void NodeUpdate::Finish() {
     if (streams) context_.sink->Abort(update_id_);
   }
   CloseRound(why);
+  // It looks whether this has ended before every bucket.
+  if (placer_.joinable()) placer_.join();
 
   std::map<int32_t, std::unique_ptr<FrameCount>> counts;
   std::vector<StorePin> pins;
@@ -591,6 +569,7 @@ void NodeUpdate::Finish() {
   {
     absl::MutexLock lock(&mutex_);
     landings_.clear();
+    staged_.clear();
     sources_.clear();
     if (stream_ != nullptr && committed) context_.sink->Close(update_id_);
   }

@@ -18,6 +18,13 @@
 // as its slowest worker, and no worker waits for another lane. Members agree on
 // the lanes (PrepareUpdate.stream_slots). After a failed edge everything is
 // passed again from the source; workers are not given what they have.
+//
+// Buckets that shall lie on a GPU (Placement): those of this node's ranks are
+// packed there, and copied to host memory where they are to be sent, part by
+// part, beside the connection. Those that come from elsewhere land in host
+// memory and are copied to the GPU one by one as they are complete. The update
+// is VERIFIED here when everything is where it is to be, and its digest there
+// is the right one.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 #define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
@@ -41,7 +48,9 @@
 #include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "daemon/node/checkpoints.h"
+#include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
+#include "daemon/node/placement.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
 #include "daemon/node/stream_sink.h"
@@ -75,6 +84,9 @@ class NodeUpdate {
     StreamSink* sink = nullptr;
     // Null where nothing can come by way of a checkpoint.
     Checkpoints* checkpoints = nullptr;
+    // Null where there is no device store: both.
+    const Placement* placement = nullptr;
+    DeviceCopies* device_copies = nullptr;
     // Earlier runs of the same update that are ending: until they have, what
     // they reserved in the store is theirs to drop. Waited for before anything
     // is done; they are told to end, so that is bounded.
@@ -235,9 +247,35 @@ class NodeUpdate {
   void AnswerPrepare(Round* round, const absl::Status& status);
   void Finish();
 
+  // What is done with a bucket here, and so where it may lie.
+  enum class Use {
+    kPack,     // of a rank of this node
+    kReceive,  // by the CPU, for workers of this node
+    kSend,     // by the CPU; it is there
+    kHost,     // in host memory alone
+  };
   // Room and landings for `buckets`, those that are there already as they are.
   absl::StatusOr<std::vector<std::shared_ptr<transport::Landing>>> Landings(
-      const std::vector<int32_t>& buckets);
+      const std::vector<int32_t>& buckets, Use use);
+  // ---- Buckets on GPUs: node_update_device.cc ----
+  // Of those of `buckets` that were packed on a GPU: room to send them from.
+  absl::Status StageForSending(const std::vector<int32_t>& buckets);
+  // Null: it is sent from where it lies.
+  std::shared_ptr<transport::Landing> Staged(int32_t bucket)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Copies it to where it is sent from, as far as it is not there.
+  absl::Status FillStaged(int32_t bucket, transport::Landing* staged,
+                          absl::Duration patience);
+  // Of a fetch, on the node that has the bucket.
+  absl::Status FillFromStore(transport::Landing* landing);
+  // The thread that takes buckets to where they are to lie.
+  void StartPlacing();
+  void PlaceBuckets();
+  absl::Status PlaceOnDevice(int32_t bucket, transport::Landing* landing);
+  // What is not there yet.
+  bool AllPlaced() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  // An update of which bytes were on a GPU whose agent has ended.
+  absl::Status CheckNotLost();
   absl::Status PinInStore();
   int64_t RepairedFrames() const;
   void Wake() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -268,6 +306,14 @@ class NodeUpdate {
       ABSL_GUARDED_BY(mutex_);
   std::map<int32_t, std::unique_ptr<FrameCount>> counts_
       ABSL_GUARDED_BY(mutex_);
+  // Whose landing is on a GPU, and what they are sent from.
+  std::set<int32_t> packed_on_device_ ABSL_GUARDED_BY(mutex_);
+  std::map<int32_t, std::shared_ptr<transport::Landing>> staged_
+      ABSL_GUARDED_BY(mutex_);
+  // Whose landing is not where they are to be, or not everywhere.
+  std::set<int32_t> to_place_ ABSL_GUARDED_BY(mutex_);
+  std::set<int32_t> placed_ ABSL_GUARDED_BY(mutex_);
+  absl::Status place_status_ ABSL_GUARDED_BY(mutex_);
   std::vector<StorePin> pins_ ABSL_GUARDED_BY(mutex_);
   // Buckets that have passed through here, with the digest of what did.
   std::map<int32_t, transport::Digest> passed_ ABSL_GUARDED_BY(mutex_);
@@ -296,6 +342,8 @@ class NodeUpdate {
   bool dry_ = false;
   bool fetch_ = false;
 
+  // Started by the driver.
+  std::thread placer_;
   std::thread driver_;
 };
 

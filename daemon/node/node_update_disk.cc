@@ -12,6 +12,7 @@
 #include "daemon/node/bucket_digest.h"
 #include "daemon/node/convert.h"
 #include "daemon/node/node_update.h"
+#include "glog/logging.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -150,7 +151,10 @@ void NodeUpdate::ReportLoaded() {
     const auto& readers =
         layout_->plan.need_nodes(static_cast<uint32_t>(bucket));
     if (!readers.empty() && readers.front() == layout_->node) {
-      AddTensorDigests(*layout_, *landing, &tensors);
+      // What is read from files is in host memory.
+      absl::Status added =
+          AddTensorDigests(*layout_, *landing, /*memory=*/nullptr, &tensors);
+      LOG_IF(DFATAL, !added.ok()) << added;
     }
   }
   for (const auto& tensor : tensors) {

@@ -133,7 +133,7 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     const std::vector<int32_t> buckets(held.begin(), held.end());
     auto rooms = context_.store->Rooms(update_id_, buckets);
     if (!rooms.ok()) return rooms.status();
-    auto landings = Landings(buckets);
+    auto landings = Landings(buckets, Use::kSend);
     if (!landings.ok()) return landings.status();
   }
 
@@ -164,10 +164,19 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     }
     if (!round->stream) buckets.insert(received.begin(), received.end());
   }
-  if (buckets.empty()) return absl::OkStatus();
-  auto landings =
-      Landings(std::vector<int32_t>(buckets.begin(), buckets.end()));
-  return landings.status();
+  // What the CPU writes, and what is packed.
+  std::vector<int32_t> packed, others;
+  for (int32_t bucket : buckets) {
+    const bool pack = !round->fetch && !round->disk &&
+                      std::binary_search(local.begin(), local.end(), bucket);
+    (pack ? packed : others).push_back(bucket);
+  }
+  if (!packed.empty()) {
+    auto landings = Landings(packed, round->in_place ? Use::kHost : Use::kPack);
+    if (!landings.ok()) return landings.status();
+  }
+  if (others.empty()) return absl::OkStatus();
+  return Landings(others, Use::kReceive).status();
 }
 
 absl::Status NodeUpdate::FillFlows(Round* round) {
@@ -204,6 +213,8 @@ absl::Status NodeUpdate::FillFlows(Round* round) {
     if (!slot.ok()) return slot.status();
     run->slot = *std::move(slot);
   }
+  absl::Status staged = StageForSending(run->buckets);
+  if (!staged.ok()) return staged;
   round->flows.push_back(std::move(run));
   return absl::OkStatus();
 }
@@ -216,6 +227,11 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
                                                       ? command.stream_slots()
                                                       : kDefaultLanes,
                                                   flow.buckets_size()));
+  if (self == 0 && !command.dry()) {
+    absl::Status staged = StageForSending(
+        std::vector<int32_t>(flow.buckets().begin(), flow.buckets().end()));
+    if (!staged.ok()) return staged;
+  }
   for (int lane = 0; lane < count; ++lane) {
     auto run = std::make_unique<FlowRun>();
     run->flow = flow;
@@ -237,7 +253,9 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
     if (!lanes && !command.dry()) {
       absl::MutexLock lock(&mutex_);
       for (int32_t bucket : run->buckets) {
-        run->landings.push_back(landings_.at(bucket));
+        auto staged = staged_.find(bucket);
+        run->landings.push_back(staged != staged_.end() ? staged->second
+                                                        : landings_.at(bucket));
       }
     }
     // A member that splits it otherwise is not met at all.
@@ -323,7 +341,23 @@ absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
     // Of a holder: digested as they are sent.
     for (const auto& landing : flow->landings) {
       if (cancel_.cancelled()) break;
-      landing->MarkAllReady();
+      status = FillFromStore(landing.get());
+      if (!status.ok()) {
+        landing->Fail(status);
+        flow->group->Abort(status);
+        return status;
+      }
+    }
+  } else if (flow->self == 0) {
+    for (const auto& landing : flow->landings) {
+      const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
+      if (Staged(bucket) == nullptr) continue;
+      status = FillStaged(bucket, landing.get(), patience);
+      if (!status.ok()) {
+        if (!landing->complete()) landing->Fail(status);
+        flow->group->Abort(status);
+        return status;
+      }
     }
   }
   return flow->group->Wait(patience);
@@ -365,6 +399,9 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
     if (found != landings_.end()) landing = found->second;
   }
   const bool in_store = landing != nullptr;
+  const std::shared_ptr<Landing> staged =
+      flow->self == 0 ? Staged(bucket) : nullptr;
+  if (staged != nullptr) landing = staged;
   if (!in_store) {
     if (flow->slot == nullptr) {
       return MakeError(
@@ -384,8 +421,10 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
   }
   if (flow->self == 0) {
     absl::Status status;
-    if (round->fetch) {
-      landing->MarkAllReady();
+    if (staged != nullptr) {
+      status = FillStaged(bucket, staged.get(), patience);
+    } else if (round->fetch) {
+      status = FillFromStore(landing.get());
     } else if (!in_store) {
       status = FillFromSource(bucket, landing.get(), patience);
     }
@@ -507,7 +546,9 @@ absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
   if (!digest.ok()) return digest.status();
   if (source->cancel->cancelled()) return source->cancel->status();
   TensorDigests tensors;
-  AddTensorDigests(*layout_, *landing, &tensors);
+  absl::Status added =
+      AddTensorDigests(*layout_, *landing, /*memory=*/nullptr, &tensors);
+  if (!added.ok()) return added;
   return NoteSource(bucket, *digest, tensors);
 }
 
@@ -559,15 +600,16 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
                               layout_->needed_buckets.end(), bucket)) {
         continue;
       }
-      auto landing = Landings({bucket});
+      auto landing = Landings({bucket}, Use::kHost);
       if (!landing.ok()) return Result(landing.status());
       auto digest = PackSourceBucket(*layout_, rank, source->shards,
                                      (*landing)[0].get(), context_.memory);
       absl::Status status = digest.status();
       if (digest.ok()) {
         TensorDigests tensors;
-        AddTensorDigests(*layout_, *(*landing)[0], &tensors);
-        status = NoteSource(bucket, *digest, tensors);
+        status = AddTensorDigests(*layout_, *(*landing)[0], /*memory=*/nullptr,
+                                  &tensors);
+        if (status.ok()) status = NoteSource(bucket, *digest, tensors);
       }
       if (!status.ok()) {
         (*landing)[0]->Fail(status);

@@ -182,6 +182,12 @@ absl::Status PackBucket(const NodeLayout& layout, int32_t rank, int32_t bucket,
     return memory->Pack(request, &result);
   }
 
+  if (!memory->DeviceOf(data).empty()) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "SHARD_NOT_HELD",
+                     absl::StrCat("rank ", rank, " of ", layout.model,
+                                  " does not hold the pieces of bucket ",
+                                  bucket, " whole any more: publish again"));
+  }
   // Rare: several shards of one rank meet in a piece.
   std::vector<transport::CopyTask> tasks;
   for (const schedule::Piece& piece : pieces) {
@@ -339,7 +345,9 @@ absl::StatusOr<SnapshotResult> TakeSnapshot(
     digest.set_bucket(bucket);
     ToProto(landing->bucket_digest(), digest.mutable_digest());
     result.buckets.push_back(std::move(digest));
-    AddTensorDigests(layout, *landing, &result.tensors);
+    absl::Status added =
+        AddTensorDigests(layout, *landing, memory, &result.tensors);
+    if (!added.ok()) return fail(added);
     for (const schedule::Piece& piece :
          layout.plan.pieces(static_cast<uint32_t>(bucket))) {
       result.copied_bytes +=

@@ -49,6 +49,13 @@ int64_t Slack(int64_t bytes) { return bytes / 256 + (int64_t{256} << 10); }
 
 }  // namespace
 
+bool Store::Reaches(const Extent& extent,
+                    const std::vector<std::string>& reachable) {
+  if (extent.arena == nullptr || extent.arena->device().empty()) return true;
+  return std::find(reachable.begin(), reachable.end(),
+                   extent.arena->device()) != reachable.end();
+}
+
 StorePin& StorePin::operator=(StorePin&& other) noexcept {
   if (this != &other) {
     Release();
@@ -62,11 +69,15 @@ void StorePin::Release() {
   if (store_ != nullptr) std::exchange(store_, nullptr)->Unpin(update_id_);
 }
 
-int64_t Store::Entry::bytes() const {
+int64_t Store::Entry::bytes(const std::string* device) const {
   int64_t sum = 0;
-  for (const auto& bucket : buckets) {
-    if (bucket.second.borrowed) continue;
-    sum += ArenaSpace::Aligned(bucket.second.bytes);
+  for (const auto* extents : {&buckets, &copies}) {
+    for (const auto& bucket : *extents) {
+      const Extent& extent = bucket.second;
+      if (extent.borrowed || extent.arena == nullptr) continue;
+      if (device != nullptr && extent.arena->device() != *device) continue;
+      sum += ArenaSpace::Aligned(extent.bytes);
+    }
   }
   return sum;
 }
@@ -154,7 +165,9 @@ absl::Status Store::ReserveForLocked(const std::string& model,
   if (update_bytes <= 0) return absl::OkStatus();
   auto found = update_bytes_.find(model);
   const int64_t before = found == update_bytes_.end() ? 0 : found->second;
-  if (update_bytes > before) {
+  if (update_bytes > before && options_.device_budget_bytes > 0) {
+    update_bytes_[model] = update_bytes;
+  } else if (update_bytes > before) {
     const int64_t others = PromisedBytes(kLeastCopies) - kLeastCopies * before;
     if (update_bytes > (options_.budget_bytes - others) / kLeastCopies) {
       return NoStoreRoom(
@@ -168,6 +181,7 @@ absl::Status Store::ReserveForLocked(const std::string& model,
     }
     update_bytes_[model] = update_bytes;
   }
+  if (options_.device_budget_bytes > 0) return absl::OkStatus();
 
   const int copies = std::max(kLeastCopies, options_.keep_updates);
   while (true) {
@@ -220,9 +234,10 @@ void Store::Forget(const std::string& model) {
   RunDeferred();
 }
 
-absl::Status Store::Grow(int64_t bytes) {
+absl::Status Store::Grow(int64_t bytes, const std::string& device) {
   growing_ = true;
-  reserved_bytes_ += bytes;
+  Reserved(device) += bytes;
+  const int losses = losses_[device];
   const std::string id = absl::StrCat(arena_prefix_, next_arena_++);
   mutex_.Unlock();
 
@@ -230,14 +245,23 @@ absl::Status Store::Grow(int64_t bytes) {
   options.name = id;
   options.generation_slots = ArenaSpace::kGenerationSlots;
   options.others_read_only = true;
+  options.device_uuid = device;
   auto segment = memory_->Allocate(bytes, options);
 
   mutex_.Lock();
   growing_ = false;
-  reserved_bytes_ -= bytes;
+  Reserved(device) -= bytes;
   if (!segment.ok()) return segment.status();
-  arenas_.push_back(std::make_unique<ArenaSpace>(id, *std::move(segment)));
-  reserved_bytes_ += arenas_.back()->capacity();
+  auto arena = std::make_unique<ArenaSpace>(id, *std::move(segment));
+  if (losses_[device] != losses) {
+    // Perhaps of the agent that has ended.
+    deferred_.arenas.push_back(std::move(arena));
+    return MakeError(absl::StatusCode::kUnavailable, "DEVICE_AGENT_LOST",
+                     absl::StrCat("the device agent of ", device,
+                                  " has ended while the store grew there"));
+  }
+  arenas_.push_back(std::move(arena));
+  Reserved(device) += arenas_.back()->capacity();
   Deferred::Event event;
   event.kind = Deferred::Event::Kind::kAdded;
   event.arena_id = id;
@@ -246,12 +270,22 @@ absl::Status Store::Grow(int64_t bytes) {
 }
 
 void Store::DropFreeArenas(int64_t keep_bytes) {
+  DropFreeArenas(keep_bytes, "");
+  std::vector<std::string> devices;
+  for (const auto& device : device_reserved_bytes_) {
+    devices.push_back(device.first);
+  }
+  for (const std::string& device : devices) DropFreeArenas(0, device);
+}
+
+void Store::DropFreeArenas(int64_t keep_bytes, const std::string& device) {
   for (size_t i = arenas_.size(); i-- > 0;) {
-    if (arenas_[i]->used() > 0 ||
-        reserved_bytes_ - arenas_[i]->capacity() < keep_bytes) {
+    if (arenas_[i]->used() > 0 || arenas_[i]->lost() ||
+        arenas_[i]->device() != device ||
+        Reserved(device) - arenas_[i]->capacity() < keep_bytes) {
       continue;
     }
-    reserved_bytes_ -= arenas_[i]->capacity();
+    Reserved(device) -= arenas_[i]->capacity();
     Deferred::Event event;
     event.kind = Deferred::Event::Kind::kDropped;
     event.arena_id = arenas_[i]->id();
@@ -262,6 +296,7 @@ void Store::DropFreeArenas(int64_t keep_bytes) {
 }
 
 int64_t Store::PromisedBytes(int copies) const {
+  if (options_.device_budget_bytes > 0) return 0;
   int64_t sum = 0;
   for (const auto& model : update_bytes_) sum += copies * model.second;
   return sum;
@@ -272,7 +307,15 @@ int64_t Store::PromisedBytes(int copies) const {
 absl::StatusOr<std::vector<BucketRoom>> Store::Reserve(
     const std::string& update_id, int64_t version,
     std::shared_ptr<const NodeLayout> layout,
-    const std::vector<int32_t>& buckets) {
+    const std::vector<int32_t>& buckets,
+    const std::map<int32_t, std::string>& devices) {
+  std::vector<Want> wants;
+  wants.reserve(buckets.size());
+  for (int32_t bucket : buckets) {
+    auto device = devices.find(bucket);
+    wants.push_back(
+        {bucket, device == devices.end() ? "" : device->second, false});
+  }
   absl::StatusOr<std::vector<BucketRoom>> rooms;
   {
     absl::MutexLock lock(&mutex_);
@@ -284,7 +327,7 @@ absl::StatusOr<std::vector<BucketRoom>> Store::Reserve(
       entry.layout = layout;
       entry.order = next_order_++;
     }
-    rooms = ReserveLocked(update_id, layout->id, buckets);
+    rooms = ReserveLocked(update_id, layout->id, wants);
     // Do not remember an update that got nothing.
     auto it = entries_.find(update_id);
     if (!rooms.ok() && it != entries_.end() && it->second.buckets.empty() &&
@@ -308,7 +351,7 @@ absl::StatusOr<std::unique_ptr<StoreSlot>> Store::TakeSlot(
     entry.model = model;
     entry.slot_bytes = bytes;
     entry.order = next_order_++;
-    auto rooms = ReserveLocked(id, "", {0});
+    auto rooms = ReserveLocked(id, "", {Want()});
     if (rooms.ok()) {
       slot.reset(new StoreSlot(this, id, (*rooms)[0].data, (*rooms)[0].file));
     } else {
@@ -327,6 +370,7 @@ BucketRoom Store::RoomOf(int32_t bucket, const Extent& extent) {
   if (extent.bytes > 0) {
     room.data = absl::MakeSpan(extent.arena->segment()->data() + extent.offset,
                                static_cast<size_t>(extent.bytes));
+    room.device = extent.arena->device();
     room.file.fd = extent.arena->segment()->file(&room.file.offset);
     room.file.offset += extent.offset;
   }
@@ -335,7 +379,7 @@ BucketRoom Store::RoomOf(int32_t bucket, const Extent& extent) {
 
 absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
     const std::string& update_id, const std::string& layout_id,
-    const std::vector<int32_t>& buckets) {
+    const std::vector<Want>& wants) {
   bool evicting = false;
   while (true) {
     // Looked up again each time: Grow lets go of the lock.
@@ -350,31 +394,44 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
                        absl::StrCat("update ", update_id, " has layout ",
                                     entry->layout->id, ", not ", layout_id));
     }
-    std::vector<int32_t> missing;
-    for (int32_t bucket : buckets) {
-      if (entry->buckets.count(bucket) == 0) missing.push_back(bucket);
+    std::vector<Want> missing;
+    for (const Want& want : wants) {
+      const auto& extents = want.copy ? entry->copies : entry->buckets;
+      if (extents.count(want.bucket) == 0) missing.push_back(want);
     }
-    const int64_t lacking = Carve(entry, missing);
-    if (lacking == 0) {
+    const std::map<std::string, int64_t> lacks = Carve(entry, missing);
+    if (lacks.empty()) {
       std::vector<BucketRoom> rooms;
-      rooms.reserve(buckets.size());
-      for (int32_t bucket : buckets) {
-        rooms.push_back(RoomOf(bucket, entry->buckets[bucket]));
+      rooms.reserve(wants.size());
+      for (const Want& want : wants) {
+        auto& extents = want.copy ? entry->copies : entry->buckets;
+        rooms.push_back(RoomOf(want.bucket, extents[want.bucket]));
       }
       return rooms;
     }
 
+    // One place after the other.
+    const std::string device = lacks.begin()->first;
+    const int64_t lacking = lacks.begin()->second;
+    const int64_t budget = Budget(device);
+    const std::string place =
+        device.empty() ? "the store" : absl::StrCat("the store on ", device);
+    const char* const flag =
+        device.empty() ? "--store_budget_bytes" : "--device_store_bytes";
     int64_t needed = 0;
-    for (int32_t bucket : missing) {
-      needed += ArenaSpace::Aligned(entry->bucket_bytes(bucket));
+    for (const Want& want : missing) {
+      if (want.device != device) continue;
+      needed += ArenaSpace::Aligned(entry->bucket_bytes(want.bucket));
     }
-    const int64_t pinned = PinnedBytes();
-    if (needed > options_.budget_bytes - pinned) {
-      return NoStoreRoom(absl::StrCat(
-          entry->Name(), " needs ", needed, " bytes; the store's budget is ",
-          options_.budget_bytes, " bytes, of which ", pinned, " are pinned (",
-          PinnedNames(), "); raise --store_budget_bytes to at least ",
-          pinned + needed));
+    const int64_t pinned = PinnedBytes(device);
+    if (needed > budget - pinned) {
+      return NoStoreRoom(
+          absl::StrCat(entry->Name(), " needs ", needed, " bytes; ", place,
+                       " has a budget "
+                       "of ",
+                       budget, " bytes, of which ", pinned, " are pinned (",
+                       PinnedNames(device), "); raise ", flag, " to at least ",
+                       pinned + needed));
     }
     if (growing_) {
       // Perhaps for us.
@@ -383,42 +440,47 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       mutex_.Await(absl::Condition(&grown));
       continue;
     }
-    if (EvictOldest("")) {
+    // Host memory that was not taken ahead is, before anything is given up.
+    const bool spare = device.empty() && options_.device_budget_bytes > 0 &&
+                       Reserved(device) + lacking <= budget;
+    if (!spare && EvictOldest("", &device)) {
       evicting = true;
       continue;
     }
-    if (reserved_bytes_ + lacking > options_.budget_bytes) {
+    if (Reserved(device) + lacking > budget) {
       // Enough bytes, in pieces too small: empty arenas make room for one of
       // the right size.
-      DropFreeArenas(std::max(int64_t{0}, options_.budget_bytes - lacking));
+      DropFreeArenas(std::max(int64_t{0}, budget - lacking), device);
     }
-    if (reserved_bytes_ + lacking > options_.budget_bytes) {
+    if (Reserved(device) + lacking > budget) {
       return NoStoreRoom(absl::StrCat(
           entry->Name(), " needs ", needed, " bytes, of which ", lacking,
-          " do not fit between what is pinned (", PinnedNames(),
-          ") although the store's budget is ", options_.budget_bytes,
-          " bytes; raise --store_budget_bytes by ", lacking));
+          " do not fit between what is pinned (", PinnedNames(device),
+          ") although ", place, " has a budget of ", budget, " bytes; raise ",
+          flag, " by ", lacking));
     }
-    LOG(INFO) << "The store grows by " << lacking << " bytes for "
+    LOG(INFO) << place << " grows by " << lacking << " bytes for "
               << entry->Name() << (evicting ? ", after evicting others" : "");
-    absl::Status status = Grow(ArenaSpace::Aligned(lacking));
+    absl::Status status = Grow(ArenaSpace::Aligned(lacking), device);
     if (!status.ok()) return status;
   }
 }
 
-int64_t Store::Carve(Entry* entry, const std::vector<int32_t>& buckets) {
-  int64_t lacking = 0;
-  std::map<int32_t, Extent> got;
+std::map<std::string, int64_t> Store::Carve(Entry* entry,
+                                            const std::vector<Want>& wants) {
+  std::map<std::string, int64_t> lacking;
+  std::vector<std::pair<const Want*, Extent>> got;
   std::map<ArenaSpace*, int> slots;
-  for (int32_t bucket : buckets) {
+  for (const Want& want : wants) {
     Extent extent;
-    extent.bytes = entry->bucket_bytes(bucket);
+    extent.bytes = entry->bucket_bytes(want.bucket);
     if (extent.bytes == 0) {
-      got[bucket] = extent;
+      got.emplace_back(&want, extent);
       continue;
     }
     for (const auto& arena : arenas_) {
       ArenaSpace* space = arena.get();
+      if (space->device() != want.device) continue;
       if (entry->slots.count(space) == 0 && slots.count(space) == 0) {
         if (space->used() + ArenaSpace::Aligned(extent.bytes) >
             space->capacity()) {
@@ -435,12 +497,12 @@ int64_t Store::Carve(Entry* entry, const std::vector<int32_t>& buckets) {
       break;
     }
     if (extent.arena == nullptr) {
-      lacking += ArenaSpace::Aligned(extent.bytes);
+      lacking[want.device] += ArenaSpace::Aligned(extent.bytes);
     } else {
-      got[bucket] = extent;
+      got.emplace_back(&want, extent);
     }
   }
-  if (lacking > 0) {
+  if (!lacking.empty()) {
     for (const auto& bucket : got) {
       const Extent& extent = bucket.second;
       if (extent.arena != nullptr) {
@@ -450,9 +512,12 @@ int64_t Store::Carve(Entry* entry, const std::vector<int32_t>& buckets) {
     for (const auto& slot : slots) slot.first->ReturnSlot(slot.second);
     return lacking;
   }
-  entry->buckets.insert(got.begin(), got.end());
+  for (const auto& bucket : got) {
+    auto& extents = bucket.first->copy ? entry->copies : entry->buckets;
+    extents[bucket.first->bucket] = bucket.second;
+  }
   entry->slots.insert(slots.begin(), slots.end());
-  return 0;
+  return lacking;
 }
 
 absl::Status Store::MarkWhole(
@@ -533,7 +598,8 @@ int64_t Store::ShareEqual(const std::string& update_id) {
     for (const auto& mine : entry->buckets) {
       const Extent& extent = mine.second;
       if (!extent.whole || !extent.digest.has_value() ||
-          extent.arena == nullptr || extent.share != nullptr) {
+          extent.arena == nullptr || !extent.arena->device().empty() ||
+          extent.share != nullptr) {
         continue;
       }
       for (auto& other : entries_) {
@@ -547,6 +613,7 @@ int64_t Store::ShareEqual(const std::string& update_id) {
         auto theirs = base.buckets.find(mine.first);
         if (theirs == base.buckets.end() || !theirs->second.whole ||
             theirs->second.arena == nullptr ||
+            !theirs->second.arena->device().empty() ||
             !theirs->second.digest.has_value() ||
             !(*theirs->second.digest == *extent.digest)) {
           continue;
@@ -613,6 +680,8 @@ absl::Span<const char> Store::FindEqual(const std::string& update_id,
     }
     auto theirs = base.buckets.find(bucket);
     if (theirs == base.buckets.end() || !theirs->second.whole ||
+        (theirs->second.arena != nullptr &&
+         !theirs->second.arena->device().empty()) ||
         !theirs->second.digest.has_value() ||
         !(*theirs->second.digest == digest)) {
       continue;
@@ -670,6 +739,11 @@ void Store::DropIncoming(const std::string& update_id) {
       continue;
     }
     FreeExtent(bucket->second);
+    auto copy = entry.copies.find(bucket->first);
+    if (copy != entry.copies.end()) {
+      FreeExtent(copy->second);
+      entry.copies.erase(copy);
+    }
     bucket = entry.buckets.erase(bucket);
   }
   if (entry.buckets.empty() && entry.state == Entry::State::kIncoming) {
@@ -695,6 +769,7 @@ void Store::Unpin(const std::string& update_id) {
     if (it->second.dropped) {
       FreeEntry(update_id);
     } else {
+      TrimCopies(&it->second);
       EnforceKeep(model);
     }
   }
@@ -702,7 +777,8 @@ void Store::Unpin(const std::string& update_id) {
 }
 
 absl::StatusOr<LocatedUpdate> Store::Locate(
-    const std::string& update_id, const std::vector<int32_t>& buckets) {
+    const std::string& update_id, const std::vector<int32_t>& buckets,
+    const std::vector<std::string>& reachable) {
   absl::MutexLock lock(&mutex_);
   Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
@@ -717,10 +793,20 @@ absl::StatusOr<LocatedUpdate> Store::Locate(
     if (it == entry->buckets.end() || !it->second.whole) {
       return BucketUnknown(update_id, bucket);
     }
-    const Extent& extent = it->second;
+    const Extent* extent = &it->second;
+    if (!Reaches(*extent, reachable)) {
+      auto copy = entry->copies.find(bucket);
+      if (copy == entry->copies.end() || !copy->second.whole) {
+        return MakeError(
+            absl::StatusCode::kFailedPrecondition, "OUT_OF_REACH",
+            absl::StrCat("bucket ", bucket, " of update ", update_id,
+                         " lies on ", extent->arena->device(), " alone"));
+      }
+      extent = &copy->second;
+    }
     v1::BucketLocation location;
     location.set_bucket(bucket);
-    *location.mutable_slot() = LocationOf(*entry, extent);
+    *location.mutable_slot() = LocationOf(*entry, *extent);
     located.buckets.push_back(std::move(location));
   }
   ++entry->pins;
@@ -747,6 +833,8 @@ absl::StatusOr<v1::SlotLocation> Store::LocationOf(const std::string& update_id,
   absl::MutexLock lock(&mutex_);
   const Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
+  auto copy = entry->copies.find(bucket);
+  if (copy != entry->copies.end()) return LocationOf(*entry, copy->second);
   auto it = entry->buckets.find(bucket);
   if (it == entry->buckets.end()) return BucketUnknown(update_id, bucket);
   return LocationOf(*entry, it->second);
@@ -765,7 +853,9 @@ absl::StatusOr<std::vector<BucketRoom>> Store::Rooms(
     if (it == entry->buckets.end() || (!it->second.whole && !incoming)) {
       return BucketUnknown(update_id, bucket);
     }
-    rooms.push_back(RoomOf(bucket, it->second));
+    auto copy = entry->copies.find(bucket);
+    const bool copied = copy != entry->copies.end() && copy->second.whole;
+    rooms.push_back(RoomOf(bucket, copied ? copy->second : it->second));
   }
   return rooms;
 }
@@ -798,11 +888,12 @@ bool Store::Evictable(const Entry& entry) const {
   return newest == newest_.end() || newest->second != entry.update_id;
 }
 
-bool Store::EvictOldest(const std::string& model) {
+bool Store::EvictOldest(const std::string& model, const std::string* device) {
   const Entry* oldest = nullptr;
   for (const auto& entry : entries_) {
     if (!Evictable(entry.second)) continue;
     if (!model.empty() && entry.second.model != model) continue;
+    if (device != nullptr && entry.second.bytes(device) == 0) continue;
     if (oldest == nullptr || entry.second.order < oldest->order) {
       oldest = &entry.second;
     }
@@ -863,33 +954,37 @@ void Store::FreeEntry(const std::string& update_id) {
     }
     FreeExtent(extent);
   }
+  for (const auto& copy : entry.copies) FreeExtent(copy.second);
   const bool forgotten = update_bytes_.count(entry.model) == 0;
   entries_.erase(it);
+  ReapLostArenas();
   if (forgotten) {
     DropFreeArenas(
         PromisedBytes(std::max(kLeastCopies, options_.keep_updates)));
   }
 }
 
-int64_t Store::PinnedBytes() const {
+int64_t Store::PinnedBytes(const std::string& device) const {
   int64_t sum = 0;
   for (const auto& entry : entries_) {
-    if (!Evictable(entry.second)) sum += entry.second.bytes();
+    if (!Evictable(entry.second)) sum += entry.second.bytes(&device);
   }
   return sum;
 }
 
-std::string Store::PinnedNames() const {
+std::string Store::PinnedNames(const std::string& device) const {
   std::vector<std::string> names;
   for (const auto& item : entries_) {
     const Entry& entry = item.second;
+    const int64_t bytes = entry.bytes(&device);
     if (Evictable(entry) || entry.buckets.empty()) continue;
+    if (!device.empty() && bytes == 0) continue;
     const char* why = entry.dropped ? "ended, in use"
                       : entry.state != Entry::State::kCommitted ? "incoming"
                       : entry.pins > 0                          ? "in use"
                                                                 : "newest";
     names.push_back(absl::StrCat(entry.model, " update ", entry.update_id, ", ",
-                                 why, ", ", entry.bytes()));
+                                 why, ", ", bytes));
   }
   return names.empty() ? "by nothing" : absl::StrJoin(names, "; ");
 }
@@ -940,7 +1035,9 @@ std::shared_ptr<const transport::Segment> Store::FindArena(
 void Store::FillMemoryUse(v1::MemoryUse* use) const {
   absl::MutexLock lock(&mutex_);
   int64_t used = 0;
-  for (const auto& arena : arenas_) used += arena->used();
+  for (const auto& arena : arenas_) {
+    if (arena->device().empty()) used += arena->used();
+  }
   use->set_store_budget_bytes(options_.budget_bytes);
   use->set_store_reserved_bytes(reserved_bytes_);
   use->set_store_used_bytes(used);

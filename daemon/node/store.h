@@ -22,6 +22,17 @@
 // Two updates of one layout whose bytes of a bucket are equal share them
 // (ShareEqual): the bytes go with the last of the two.
 //
+// With a device store (Options::device_budget_bytes), buckets may lie in memory
+// of a GPU of this node, as whoever reserves them says: in arenas of their own
+// kind, with a budget for each GPU, under the same rules. Nobody follows
+// addresses there (transport::Memory::DeviceOf). A bucket of a GPU may have a
+// copy in host memory as well, for those who cannot reach the GPU: a connection
+// to another node, a worker elsewhere, a checkpoint. It lasts as long as
+// somebody has the update pinned. What lies on a GPU ends with its device agent
+// (LoseDevice): updates that have bytes there and no copy of them go whole.
+// Buckets on a GPU are never shared. Host memory is then taken when a bucket
+// needs it, and not ahead of time.
+//
 // Room is made by evicting, oldest first, committed updates that are not
 // pinned. Pinned are: INCOMING updates, the newest committed update of each
 // model, and what a StorePin holds (an update that a worker is copying from),
@@ -94,6 +105,8 @@ struct BucketRoom {
   int32_t bucket = 0;
   absl::Span<char> data;
   transport::FileRange file;
+  // Where `data` only names bytes: the GPU that has them.
+  std::string device;
 };
 
 // Memory through which one bucket after the other passes, for updates that have
@@ -132,6 +145,8 @@ class Store {
     int64_t budget_bytes = 0;
     // Committed updates of one model that stay while there is room; at least 1.
     int keep_updates = 2;
+    // Of each GPU. 0: there is no device store.
+    int64_t device_budget_bytes = 0;
   };
 
   // Told of what the service must pass on. Called without the store's lock, one
@@ -145,7 +160,8 @@ class Store {
     virtual void OnArenaAdded(const std::string& arena_id) = 0;
     // It is unmapped here; workers shall unmap it too.
     virtual void OnArenaDropped(const std::string& arena_id) = 0;
-    // A committed update was given up to make room.
+    // A committed update was given up to make room, or any was lost with a
+    // GPU.
     virtual void OnUpdateEvicted(const std::string& model,
                                  const std::string& update_id) = 0;
   };
@@ -182,10 +198,13 @@ class Store {
   //   RESOURCE_EXHAUSTED NO_STORE_ROOM (needed, budget, pinned by whom),
   //   NO_MEMORY_FOR_ARENA; FAILED_PRECONDITION (UPDATE_LAYOUT_MISMATCH): the
   //   update is there in another layout, or has ended (UPDATE_ENDED).
+  // `devices`: the GPUs of buckets that shall not lie in host memory; a bucket
+  // that is there already stays where it is. UNAVAILABLE (DEVICE_AGENT_LOST).
   absl::StatusOr<std::vector<BucketRoom>> Reserve(
       const std::string& update_id, int64_t version,
       std::shared_ptr<const NodeLayout> layout,
-      const std::vector<int32_t>& buckets);
+      const std::vector<int32_t>& buckets,
+      const std::map<int32_t, std::string>& devices = {});
 
   // All buckets that it has room for are whole. `digests` are theirs; those
   // that are missing are never shared. Idempotent. NOT_FOUND (UPDATE_UNKNOWN).
@@ -230,13 +249,36 @@ class Store {
   // Keeps whatever state it is in. NOT_FOUND (UPDATE_UNKNOWN).
   absl::StatusOr<StorePin> Pin(const std::string& update_id);
 
+  // ---- Buckets on GPUs: store_device.cc ----
+
+  // Room in host memory for copies of buckets that lie on GPUs; of those that
+  // do not, where they are. Errors of Reserve. REQUIRES: the update is pinned.
+  absl::StatusOr<std::vector<BucketRoom>> ReserveCopies(
+      const std::string& update_id, const std::vector<int32_t>& buckets);
+  // The copies are complete. NOT_FOUND (UPDATE_UNKNOWN).
+  absl::Status MarkCopies(const std::string& update_id,
+                          const std::vector<int32_t>& buckets);
+  // Of `buckets`, those that lie on a GPU, with no copy and not on one of
+  // `reachable`.
+  std::vector<int32_t> OutOfReach(
+      const std::string& update_id, const std::vector<int32_t>& buckets,
+      const std::vector<std::string>& reachable) const;
+  // What is known of a bucket's bytes. Empty: nothing.
+  absl::optional<transport::Digest> DigestOf(const std::string& update_id,
+                                             int32_t bucket) const;
+  // The device agent of the GPU has ended. Thread-safe, as all of this, and
+  // short.
+  void LoseDevice(const std::string& device);
+
   // Where a bucket lies, whole or not, for those who know which bytes of it are
-  // there. Errors of Locate. REQUIRES: the update is pinned.
+  // there; its copy, where it has one. Errors of Locate. REQUIRES: the update
+  // is pinned.
   absl::StatusOr<v1::SlotLocation> LocationOf(const std::string& update_id,
                                               int32_t bucket) const;
   // Where whole buckets lie in this process, for sending them. Errors of
   // Locate. REQUIRES: the update is pinned.
-  // `incoming`: also those that are not known to be whole, for who knows it.
+  // `incoming`: also those that are not known to be whole, for who knows it. Of
+  // a bucket on a GPU, its copy, where it has a whole one.
   absl::StatusOr<std::vector<BucketRoom>> Rooms(
       const std::string& update_id, const std::vector<int32_t>& buckets,
       bool incoming = false);
@@ -246,14 +288,19 @@ class Store {
   absl::StatusOr<std::unique_ptr<StoreSlot>> TakeSlot(const std::string& model,
                                                       int64_t bytes);
 
-  // Where `buckets` of a whole update lie, pinned for an apply.
+  // Where `buckets` of a whole update lie, pinned for an apply, for who reaches
+  // the memory of the GPUs `reachable`; FAILED_PRECONDITION (OUT_OF_REACH) of
+  // other buckets that lie on a GPU alone.
   //   NOT_FOUND (UPDATE_UNKNOWN: never here, dropped or evicted;
   //   BUCKET_UNKNOWN: the node did not need this bucket when the update moved),
   //   FAILED_PRECONDITION (UPDATE_INCOMPLETE).
-  absl::StatusOr<LocatedUpdate> Locate(const std::string& update_id,
-                                       const std::vector<int32_t>& buckets);
+  absl::StatusOr<LocatedUpdate> Locate(
+      const std::string& update_id, const std::vector<int32_t>& buckets,
+      const std::vector<std::string>& reachable = {});
 
-  // Whether Locate would succeed.
+  // Whether it is there, in whatever state.
+  bool Has(const std::string& update_id) const;
+  // Whether Locate would succeed, for who reaches every GPU.
   bool Holds(const std::string& update_id,
              const std::vector<int32_t>& buckets) const;
 
@@ -268,7 +315,8 @@ class Store {
   std::shared_ptr<const transport::Segment> FindArena(
       const std::string& arena_id) const;
 
-  // Fills store_budget_bytes, store_reserved_bytes and store_used_bytes.
+  // Fills store_budget_bytes, store_reserved_bytes and store_used_bytes: of
+  // host memory.
   void FillMemoryUse(v1::MemoryUse* use) const;
 
  private:
@@ -312,10 +360,13 @@ class Store {
     // Of the commit, or before it of the first Reserve: grows.
     uint64_t order = 0;
     std::map<int32_t, Extent> buckets;
+    // In host memory, of buckets that lie on GPUs.
+    std::map<int32_t, Extent> copies;
     std::map<ArenaSpace*, int> slots;
 
-    // Of extents that this entry alone pays for.
-    int64_t bytes() const;
+    // Of extents that this entry alone pays for: on `device`, or (null)
+    // anywhere.
+    int64_t bytes(const std::string* device = nullptr) const;
     int64_t bucket_bytes(int32_t bucket) const {
       return layout == nullptr ? slot_bytes : layout->bucket_bytes(bucket);
     }
@@ -341,12 +392,19 @@ class Store {
 
   absl::Status ReserveForLocked(const std::string& model, int64_t update_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where a bucket is to lie.
+  struct Want {
+    int32_t bucket = 0;
+    std::string device;
+    bool copy = false;
+  };
   absl::StatusOr<std::vector<BucketRoom>> ReserveLocked(
       const std::string& update_id, const std::string& layout_id,
-      const std::vector<int32_t>& buckets)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+      const std::vector<Want>& wants) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static v1::SlotLocation LocationOf(const Entry& entry, const Extent& extent);
   static BucketRoom RoomOf(int32_t bucket, const Extent& extent);
+  static bool Reaches(const Extent& extent,
+                      const std::vector<std::string>& reachable);
   void FreeExtent(const Extent& extent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CommitLocked(const std::string& update_id, bool newest)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -355,17 +413,32 @@ class Store {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Entry* Find(const std::string& update_id) const
       ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  // Gives the entry extents for `buckets`, all or none. Answers the bytes that
-  // do not fit; 0 when all do.
-  int64_t Carve(Entry* entry, const std::vector<int32_t>& buckets)
+  // Gives the entry extents for `wants`, all or none. Answers the bytes that do
+  // not fit, by device; nothing when all do.
+  std::map<std::string, int64_t> Carve(Entry* entry,
+                                       const std::vector<Want>& wants)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // One more arena. Lets go of the lock while memory is faulted in; one at a
   // time.
-  absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Grow(int64_t bytes, const std::string& device = "")
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  int64_t Budget(const std::string& device) const {
+    return device.empty() ? options_.budget_bytes
+                          : options_.device_budget_bytes;
+  }
+  int64_t& Reserved(const std::string& device)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return device.empty() ? reserved_bytes_ : device_reserved_bytes_[device];
+  }
+  // Copies of an update that nobody has pinned.
+  void TrimCopies(Entry* entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Lost arenas in which nothing lies any more.
+  void ReapLostArenas() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Evictable(const Entry& entry) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  // The oldest one that is evictable, of `model` or (when empty) of any. False
-  // when there is none.
-  bool EvictOldest(const std::string& model)
+  // The oldest one that is evictable, of `model` or (when empty) of any; with
+  // bytes on `device`, where given. False when there is none.
+  bool EvictOldest(const std::string& model,
+                   const std::string* device = nullptr)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EnforceKeep(const std::string& model)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -374,13 +447,18 @@ class Store {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropLocked(const std::string& update_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Drops arenas in which nothing lies, down to `keep_bytes` in all.
+  // Drops arenas of `device` in which nothing lies, down to `keep_bytes` in
+  // all; all of GPUs, where none is given.
   void DropFreeArenas(int64_t keep_bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropFreeArenas(int64_t keep_bytes, const std::string& device)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // What ReserveFor promised for `copies` updates of every model.
   int64_t PromisedBytes(int copies) const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
-  int64_t PinnedBytes() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  int64_t PinnedBytes(const std::string& device) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   // "models/a update 1f… (newest committed) 1024, …"
-  std::string PinnedNames() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
+  std::string PinnedNames(const std::string& device) const
+      ABSL_SHARED_LOCKS_REQUIRED(mutex_);
 
   // Constant after construction.
   const Options options_;
@@ -396,6 +474,9 @@ class Store {
   std::vector<std::unique_ptr<ArenaSpace>> arenas_ ABSL_GUARDED_BY(mutex_);
   // Sum of the capacities of arenas_ and of the one that is being made.
   int64_t reserved_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, int64_t> device_reserved_bytes_ ABSL_GUARDED_BY(mutex_);
+  // How often each GPU's agent has ended.
+  std::map<std::string, int> losses_ ABSL_GUARDED_BY(mutex_);
   bool growing_ ABSL_GUARDED_BY(mutex_) = false;
   uint64_t next_arena_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t next_order_ ABSL_GUARDED_BY(mutex_) = 1;

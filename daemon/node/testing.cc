@@ -218,11 +218,14 @@ TestNode::TestNode(std::string name, Options options)
     : name_(std::move(name)),
       pool_(2),
       memory_(&pool_, nullptr, transport::HostMemory::Options()),
+      gpus_(&memory_),
       layouts_(name_) {
   Store::Options store;
   store.budget_bytes = options.budget_bytes;
   store.keep_updates = options.keep_updates;
-  store_ = std::make_unique<Store>(store, &memory_, this);
+  store.device_budget_bytes = options.device_budget_bytes;
+  store_ = std::make_unique<Store>(store, &gpus_, this);
+  device_copies_ = std::make_unique<DeviceCopies>(store_.get(), &gpus_);
   transport::tcp::EndpointOptions endpoint;
   // Like a daemon at its first start, it learns its cluster later.
   endpoint.faults = options.faults;
@@ -237,7 +240,7 @@ TestNode::TestNode(std::string name, Options options)
     absl::MutexLock lock(&mutex_);
     reports_.push_back(std::move(report));
   };
-  mover_ = std::make_unique<Mover>(mover, &layouts_, store_.get(), &memory_,
+  mover_ = std::make_unique<Mover>(mover, &layouts_, store_.get(), &gpus_,
                                    endpoint_.get());
   mover_->SetClusterId(kCluster);
   Checkpoints::Options checkpoints;
@@ -248,6 +251,10 @@ TestNode::TestNode(std::string name, Options options)
   checkpoints_ =
       std::make_unique<Checkpoints>(checkpoints, &layouts_, store_.get());
   mover_->SetCheckpoints(checkpoints_.get());
+  if (options.device_budget_bytes > 0) {
+    mover_->SetDeviceStore(&placement_, device_copies_.get());
+    checkpoints_->SetDeviceCopies(device_copies_.get());
+  }
 }
 
 TestNode::~TestNode() {
@@ -333,7 +340,13 @@ absl::StatusOr<std::vector<std::string>> TestNode::Apply(
   if (!layout.ok()) return layout.status();
   auto plan = plans_.PlanFor(**layout, wanted);
   if (!plan.ok()) return plan.status();
-  auto located = store_->Locate(update_id, BucketsOf(**plan));
+  // Copies last as long as this.
+  auto pin = store_->Pin(update_id);
+  if (!pin.ok()) return pin.status();
+  absl::Status copied =
+      device_copies_->ToHost(*layout, update_id, BucketsOf(**plan), reachable_);
+  if (!copied.ok()) return copied;
+  auto located = store_->Locate(update_id, BucketsOf(**plan), reachable_);
   if (!located.ok()) return located.status();
 
   std::vector<std::string> live;
@@ -368,7 +381,7 @@ absl::StatusOr<std::vector<std::string>> TestNode::Apply(
       tasks.push_back(std::move(task));
     }
     absl::Status status = transport::GuardedApply(
-        &memory_, *arena, slot.generation_slot(), slot.generation(), tasks);
+        &gpus_, *arena, slot.generation_slot(), slot.generation(), tasks);
     if (!status.ok()) return status;
   }
   return live;

@@ -18,8 +18,11 @@
 #include "absl/time/time.h"
 #include "daemon/node/checkpoints.h"
 #include "daemon/node/copy_plan.h"
+#include "daemon/node/device_copies.h"
+#include "daemon/node/fake_gpus.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/mover.h"
+#include "daemon/node/placement.h"
 #include "daemon/node/snapshot.h"
 #include "daemon/node/store.h"
 #include "daemon/node/stream_sink.h"
@@ -111,6 +114,8 @@ class TestNode : public Store::Observer {
     // Of Checkpoints; empty: none.
     std::string checkpoint_root;
     std::string state_dir;
+    // Of each of its GPUs; 0: buckets lie in host memory.
+    int64_t device_budget_bytes = 0;
   };
 
   explicit TestNode(std::string name) : TestNode(std::move(name), Options()) {}
@@ -123,6 +128,9 @@ class TestNode : public Store::Observer {
   Mover& mover() { return *mover_; }
   Checkpoints& checkpoints() { return *checkpoints_; }
   transport::HostMemory& memory() { return memory_; }
+  FakeGpus& gpus() { return gpus_; }
+  Placement& placement() { return placement_; }
+  DeviceCopies& device_copies() { return *device_copies_; }
   std::string address() const { return endpoint_->address(); }
 
   // The first report, from now or before, for which `wanted` is true; it is
@@ -146,6 +154,11 @@ class TestNode : public Store::Observer {
   absl::StatusOr<std::vector<std::string>> Apply(const v1::DefineLayout& define,
                                                  const std::string& update_id,
                                                  const WantedTensors& wanted);
+  // From now on they reach the memory of these GPUs; what lies on others is
+  // brought to host memory first.
+  void SetReachable(std::vector<std::string> devices) {
+    reachable_ = std::move(devices);
+  }
 
   // What the store told.
   std::vector<std::string> arenas_added();
@@ -161,9 +174,13 @@ class TestNode : public Store::Observer {
   const std::string name_;
   transport::CopyPool pool_;
   transport::HostMemory memory_;
+  FakeGpus gpus_;
+  Placement placement_;
+  std::vector<std::string> reachable_;
   LayoutBook layouts_;
   CopyPlanCache plans_;
   std::unique_ptr<Store> store_;
+  std::unique_ptr<DeviceCopies> device_copies_;
   std::unique_ptr<transport::tcp::Endpoint> endpoint_;
 
   absl::Mutex mutex_;

@@ -1,6 +1,7 @@
 #include "daemon/service/agent.h"
 
 #include <fstream>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -45,6 +46,11 @@ Store::Options StoreOptions(const Options& options) {
   Store::Options store;
   store.budget_bytes = options.store_budget_bytes;
   store.keep_updates = options.keep_updates;
+  if (options.device_store) {
+    store.device_budget_bytes = options.device_store_bytes > 0
+                                    ? options.device_store_bytes
+                                    : std::numeric_limits<int64_t>::max() / 2;
+  }
   return store;
 }
 
@@ -85,6 +91,7 @@ Agent::Agent(const Options& options, Parts parts)
       incarnation_(RandomId()),
       layouts_(options_.node),
       store_(StoreOptions(options_), parts_.memory, this),
+      device_copies_(&store_, parts_.memory),
       checkpoints_(
           CheckpointOptions(options_,
                             [this](v1::NodeReport report) {
@@ -104,10 +111,23 @@ Agent::Agent(const Options& options, Parts parts)
              &layouts_, &store_, parts_.memory, parts_.groups),
       link_(LinkOptions(options_, parts_.coordinator), &loop_, this),
       room_(&store_, &loop_, &reserving_, kStoreLinger),
-      context_{&options_,        &loop_,         &data_,        &reserving_,
-               &copies_,         &link_,         &layouts_,     &store_,
-               &room_,           &mover_,        parts_.memory, parts_.devices,
-               parts_.processes, parts_.journal, &newest_term_},
+      context_{&options_,
+               &loop_,
+               &data_,
+               &reserving_,
+               &copies_,
+               &link_,
+               &layouts_,
+               &store_,
+               &room_,
+               &mover_,
+               parts_.memory,
+               parts_.devices,
+               options_.device_store ? &placement_ : nullptr,
+               options_.device_store ? &device_copies_ : nullptr,
+               parts_.processes,
+               parts_.journal,
+               &newest_term_},
       trainers_(&context_),
       replicas_(&context_),
       cluster_id_(parts_.cluster_id),
@@ -115,6 +135,12 @@ Agent::Agent(const Options& options, Parts parts)
       last_check_(absl::Now()) {
   mover_.SetSink(replicas_.stream_sink());
   mover_.SetCheckpoints(&checkpoints_);
+  if (options_.device_store) {
+    mover_.SetDeviceStore(&placement_, &device_copies_);
+    checkpoints_.SetDeviceCopies(&device_copies_);
+    parts_.device_agents->OnLost(
+        [this](const std::string& device) { store_.LoseDevice(device); });
+  }
   trainers_.OnArenaGone([this](const std::string& arena_id) {
     replicas_.ArenaDropped(arena_id);
   });
@@ -142,6 +168,7 @@ void Agent::Shutdown() {
   });
   ended.WaitForNotification();
   if (started_) link_.Stop();
+  if (options_.device_store) parts_.device_agents->OnLost(nullptr);
   mover_.Shutdown();
   checkpoints_.Shutdown();
   data_.Stop();

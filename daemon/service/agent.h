@@ -17,8 +17,10 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "daemon/node/checkpoints.h"
+#include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/mover.h"
+#include "daemon/node/placement.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
 #include "daemon/service/loop.h"
@@ -45,7 +47,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
     // The same as `memory` where trainers may use GPUs, null otherwise.
     transport::cuda::AgentMemory* devices = nullptr;
     // Null without GPUs.
-    const transport::cuda::DeviceAgents* device_agents = nullptr;
+    transport::cuda::DeviceAgents* device_agents = nullptr;
     transport::GroupFactory* groups = nullptr;
     ProcessWatcher* processes = nullptr;
     NodeJournal* journal = nullptr;
@@ -117,6 +119,8 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   Loop reserving_{"ws-reserve"};
   TaskThreads copies_{"ws-snapshot"};
   Store store_;
+  Placement placement_;
+  DeviceCopies device_copies_;
   Checkpoints checkpoints_;
   Mover mover_;
   NodeLink link_;

@@ -116,6 +116,7 @@ v1::GpuUse ToProto(const DeviceReport& report) {
   use.set_nccl_bytes(report.usage.nccl_bytes);
   use.set_slot_bytes(report.usage.slots_bytes);
   use.set_slot_count(report.slots);
+  use.set_device_store_bytes(report.usage.store_bytes);
   return use;
 }
 

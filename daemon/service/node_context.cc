@@ -81,6 +81,7 @@ absl::StatusOr<v1::ArenaOffer> ArenaOffers::Make(
   int64_t data_offset = 0;
   if (segment.file(&data_offset) >= 0) offer.set_data_offset_bytes(data_offset);
   offer.set_size_bytes(offer.data_offset_bytes() + segment.bytes());
+  offer.set_device_uuid(segment.device_uuid());
   offer.set_descriptor_socket(ticket->address);
   offer.set_token(ticket->token);
   *offer.mutable_expire_time() = EncodeTime(absl::Now() + kTokenTtl);

@@ -6,9 +6,11 @@
 #include <map>
 #include <string>
 
+#include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
 #include "daemon/node/mover.h"
 #include "daemon/node/node_journal.h"
+#include "daemon/node/placement.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
 #include "daemon/service/loop.h"
@@ -41,6 +43,9 @@ struct NodeContext {
   transport::Memory* memory = nullptr;
   // Null where trainers may not use GPUs.
   transport::cuda::AgentMemory* devices = nullptr;
+  // Null without a device store: both.
+  Placement* placement = nullptr;
+  DeviceCopies* device_copies = nullptr;
   ProcessWatcher* processes = nullptr;
   // On the loop.
   NodeJournal* journal = nullptr;

@@ -1,5 +1,6 @@
 #include "daemon/service/replica_sessions.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -496,6 +497,10 @@ void ReplicaSessions::Accept(Worker* worker, int64_t tensor_bytes) {
             << worker->registration.pid() << ", "
             << worker->registration.tensors_size() << " tensors)";
   const uint64_t id = worker->id;
+  if (node_.placement != nullptr) {
+    node_.placement->SetWorker(worker->registration.model(), absl::StrCat(id),
+                               ReachableFrom(*worker));
+  }
   for (const std::string& arena_id : node_.store->ArenaIds()) {
     const absl::Status status = Offer(worker, arena_id);
     if (!status.ok()) {
@@ -518,6 +523,10 @@ void ReplicaSessions::EndWorker(uint64_t id, const absl::Status& why) {
   worker_streams_.erase(worker->stream.get());
   EndApply(worker.get());
   streams_.Left(id);
+  if (node_.placement != nullptr) {
+    node_.placement->RemoveWorker(worker->registration.model(),
+                                  absl::StrCat(id));
+  }
   if (worker->named) {
     const v1::RegisterWorker& registration = worker->registration;
     const absl::Status left = LeftStatus(worker->Name(), why);
@@ -559,6 +568,14 @@ absl::Status ReplicaSessions::Offer(Worker* worker,
     return ErrorStatus(
         absl::StatusCode::kInternal, "ARENA_UNKNOWN",
         absl::StrCat("the store has no arena ", arena_id, " any more"));
+  }
+  // It could not open it, and is given nothing there.
+  if (!arena->device_uuid().empty()) {
+    const auto& reachable = worker->registration.device_uuids();
+    if (std::find(reachable.begin(), reachable.end(), arena->device_uuid()) ==
+        reachable.end()) {
+      return absl::OkStatus();
+    }
   }
   absl::StatusOr<v1::ArenaOffer> offer = worker->offers.Make(
       node_.memory, arena_id, *arena, worker->process, /*read_only=*/true);
@@ -651,8 +668,10 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
   // Plans take their time, and the layout may still be computed: both on the
   // data loop, behind the commands that came before.
   node_.data->Post([this, id = worker->id, command,
+                    reachable = ReachableFrom(*worker),
                     tensors = worker->registration.tensors()] {
     auto located = std::make_shared<Located>();
+    std::vector<int32_t> buckets;
     located->status = [&] {
       const absl::StatusOr<std::shared_ptr<const NodeLayout>> layout =
           node_.layouts->Find(command.layout_id());
@@ -661,15 +680,55 @@ void ReplicaSessions::Apply(const v1::ApplyWorker& command) {
           plans_.PlanFor(**layout, tensors);
       if (!plan.ok()) return plan.status();
       located->plan = *std::move(plan);
+      buckets = BucketsOf(*located->plan);
       absl::StatusOr<LocatedUpdate> update =
-          node_.store->Locate(command.update_id(), BucketsOf(*located->plan));
+          node_.store->Locate(command.update_id(), buckets, reachable);
       if (!update.ok()) return update.status();
       located->update = *std::move(update);
       return absl::OkStatus();
     }();
+    if (node_.device_copies != nullptr &&
+        ErrorReason(located->status) == "OUT_OF_REACH") {
+      // Other commands do not wait for a GPU.
+      node_.copies->Run([this, id, command, located, buckets, reachable] {
+        located->status =
+            BringInReach(command, buckets, reachable, &located->update);
+        node_.loop->Post(
+            [this, id, command, located] { Send(id, command, located); });
+      });
+      return;
+    }
     node_.loop->Post(
         [this, id, command, located] { Send(id, command, located); });
   });
+}
+
+std::vector<std::string> ReplicaSessions::ReachableFrom(const Worker& worker) {
+  return std::vector<std::string>(worker.registration.device_uuids().begin(),
+                                  worker.registration.device_uuids().end());
+}
+
+absl::Status ReplicaSessions::BringInReach(
+    const v1::ApplyWorker& command, const std::vector<int32_t>& buckets,
+    const std::vector<std::string>& reachable, LocatedUpdate* update) {
+  absl::StatusOr<StorePin> pin = node_.store->Pin(command.update_id());
+  if (!pin.ok()) return pin.status();
+  const absl::StatusOr<std::shared_ptr<const NodeLayout>> layout =
+      node_.layouts->Find(command.layout_id());
+  if (!layout.ok()) return layout.status();
+  const absl::Status copied = node_.device_copies->ToHost(
+      *layout, command.update_id(), buckets, reachable);
+  // With its agent the GPU's part of the store is gone, or about to be.
+  if (absl::IsUnavailable(copied)) {
+    return ErrorStatus(absl::StatusCode::kNotFound, "DEVICE_STORE_LOST",
+                       copied.message());
+  }
+  if (!copied.ok()) return copied;
+  absl::StatusOr<LocatedUpdate> located =
+      node_.store->Locate(command.update_id(), buckets, reachable);
+  if (!located.ok()) return located.status();
+  *update = *std::move(located);
+  return absl::OkStatus();
 }
 
 void ReplicaSessions::Remove(const v1::RemoveWorker& command) {

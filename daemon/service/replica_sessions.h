@@ -153,6 +153,13 @@ class ReplicaSessions : private WorkerStreams::Host {
   absl::Status Offer(Worker* worker, const std::string& arena_id);
   // What an apply needs.
   struct Located;
+  // GPUs out of whose memory the worker can copy.
+  static std::vector<std::string> ReachableFrom(const Worker& worker);
+  // What a worker cannot reach on a GPU gets a copy in host memory. Blocks.
+  absl::Status BringInReach(const v1::ApplyWorker& command,
+                            const std::vector<int32_t>& buckets,
+                            const std::vector<std::string>& reachable,
+                            LocatedUpdate* update);
   // The second half of Apply, when that was found.
   void Send(uint64_t id, const v1::ApplyWorker& command,
             const std::shared_ptr<Located>& located);

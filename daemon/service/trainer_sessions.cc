@@ -220,6 +220,7 @@ void TrainerSessions::End(uint64_t id, const absl::Status& why) {
     *rank->mutable_failure() = ToFailure(lost);
     node_.link->Report(std::move(report));
     node_.room->Leave(session->identity.model(), RoomOf(session->identity));
+    Place(*session, nullptr);
   }
   for (const auto& arena : session->arenas) {
     arena_bytes_ -= arena.second->bytes();
@@ -470,6 +471,8 @@ void TrainerSessions::Register(
   for (const v1::Parameter& parameter : registration->report.parameters()) {
     model_bytes += ParameterBytes(parameter);
   }
+  // Before anybody can want its buckets.
+  Place(*session, registration.get());
   // Room first: once the coordinator has taken the shards, other ranks count on
   // this one.
   node_.room->Need(
@@ -479,6 +482,7 @@ void TrainerSessions::Register(
        answer](const absl::Status& status) {
         Session* session = Find(id);
         if (session == nullptr || !status.ok()) {
+          if (session != nullptr) Place(*session, session->registration.get());
           answer->Finish(status.ok() ? SessionUnknown() : ApiStatus(status));
           return;
         }
@@ -492,6 +496,17 @@ void TrainerSessions::Register(
       });
 }
 
+void TrainerSessions::Place(const Session& session,
+                            const Registration* registration) {
+  if (node_.placement == nullptr) return;
+  node_.placement->SetRank(
+      session.identity.model(), session.identity.rank(),
+      registration == nullptr
+          ? ""
+          : Placement::DeviceOfShards(*node_.memory, registration->regions,
+                                      registration->shards));
+}
+
 void TrainerSessions::Registered(
     uint64_t id, std::shared_ptr<const Registration> registration,
     const absl::Status& status, const v1::Reply& reply,
@@ -503,6 +518,7 @@ void TrainerSessions::Registered(
   }
   if (!status.ok()) {
     // What was registered before still is, and needs no more room than that.
+    Place(*session, session->registration.get());
     if (session->registration == nullptr) {
       node_.room->Leave(session->identity.model(), RoomOf(session->identity));
     } else {

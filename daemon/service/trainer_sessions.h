@@ -131,6 +131,8 @@ class TrainerSessions {
   void Register(Session* session, const v1::RegisterShardsRequest& request,
                 const DeviceRegions& devices,
                 std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
+  // Says where buckets of the rank shall lie; null: it has no shards any more.
+  void Place(const Session& session, const Registration* registration);
   // The coordinator's answer to RegisterShards.
   void Registered(uint64_t id, std::shared_ptr<const Registration> registration,
                   const absl::Status& status, const v1::Reply& reply,

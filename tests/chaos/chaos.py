@@ -19,7 +19,7 @@ import time
 
 from tests.chaos import checker as checkers
 from tests.chaos import cluster as clusters
-from tests.chaos import faults, limits, network, operators
+from tests.chaos import faults, gpus, limits, network, operators
 
 TRIALS_PER_CLUSTER = 10
 # From the end of the fault until every living replica serves a version published after it.
@@ -49,6 +49,7 @@ MAX_STALENESS = "700ms"
 # A trial's publish is followed by another one at once.
 BURST = 0.3
 
+MISUSE = "MISUSE"  # the simulated GPU was used as none may be
 ACCEPTED = "ACCEPTED"  # a publish ended well at a coordinator without its journal
 
 IDLE = "idle"
@@ -129,8 +130,10 @@ class Run:
         self.dir = f"{work}/c{number}"
         os.makedirs(self.dir)
         self.disk = net and limits.mount_small_disk(f"{self.dir}/state0")
+        self.gpus = gpus.Machine(self.dir, arguments.programs) if arguments.gpu else None
         self.cluster = clusters.Cluster(
-            self.dir, programs, arguments.seed * 1000 + number, self.rng, net, memory
+            *(self.dir, programs, arguments.seed * 1000 + number, self.rng, net, memory),
+            self.gpus,
         )
         self.checker = checkers.Checker()
         self.cluster.on_line = self._on_line
@@ -196,6 +199,8 @@ class Run:
         for line in lines:
             self.checker.feed(line)
         violations, self.checker.violations = self.checker.violations, []
+        for line in self.gpus.findings() if self.gpus else []:
+            violations.append(checkers.Violation(MISUSE, "gpu", time.monotonic_ns(), line))
         return violations
 
     # ---- what is done ----
@@ -310,7 +315,7 @@ class Run:
         trial = Trial(number, kind)
         cluster, rng, now = self.cluster, self.rng, self.cluster.now
         words = cluster.words = self.options()
-        fault = faults.KINDS[kind](cluster, rng)
+        fault = {**faults.KINDS, **gpus.KINDS}[kind](cluster, rng)
         draws = operators.usable(fault.keeps_holds, self.arguments.operators)
         scenario = operators.draw(self, draws)
         self.scenario = scenario
@@ -484,8 +489,9 @@ def deck(seed, kinds, trials):
 
 def table(trials):
     """Fault x state of the update at the hit."""
-    width = max(len(kind) for kind in faults.KINDS) + 1
-    kinds = sorted({trial.kind for trial in trials}, key=list(faults.KINDS).index)
+    every = [*faults.KINDS, *gpus.KINDS]
+    width = max(len(kind) for kind in every) + 1
+    kinds = sorted({trial.kind for trial in trials}, key=every.index)
     counts = collections.Counter((trial.kind, trial.state) for trial in trials)
     states = [*STATES, ROLLBACK]
     lines = ["".ljust(width) + " ".join(state.rjust(10) for state in states)]
@@ -548,6 +554,7 @@ def parse(argv):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=4, help="daemons, without one that joins")
     parser.add_argument("--minutes", type=float, help="no further trial begins after so long")
+    parser.add_argument("--gpu", action="store_true", help="all tensors on simulated GPUs")
     parser.add_argument("--cluster", type=int, help="replay only this cluster of the run")
     parser.add_argument("--kinds", help="only kinds of fault that contain this text")
     parser.add_argument("--operators", help="only what operators do whose name contains this text")
@@ -604,6 +611,10 @@ def main(argv):
         print("No root: process faults only, all daemons on this host.")
     for kind, why in left_out.items():
         print(f"left out: {kind}: {why}")
+    if arguments.gpu:
+        # Of the others, those of processes: what the rest does is no other on GPUs.
+        kinds = {k: v for k, v in kinds.items() if k.startswith(("kill ", "stop "))}
+        kinds.update(gpus.KINDS)
     if arguments.kinds:
         kinds = {name: kind for name, kind in kinds.items() if arguments.kinds in name}
     print(
@@ -611,6 +622,9 @@ def main(argv):
         "published after it"
     )
     work = tempfile.mkdtemp(prefix="wschaos.")
+    found = programs(arguments.programs)
+    if arguments.gpu:
+        found["weightsyncd_faulty"] = gpus.programs(arguments.programs, f"{work}/bin")
     keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")
     os.makedirs(keep, exist_ok=True)
     trials, steps, restarts, calls = [], 0, 0, collections.Counter()
@@ -637,7 +651,7 @@ def main(argv):
                     run.destroy()
                 cluster_number = number // TRIALS_PER_CLUSTER
                 run = Run(
-                    *(arguments, cluster_number, work, programs(arguments.programs)),
+                    *(arguments, cluster_number, work, found),
                     *(memory, net, calls),
                 )
                 if not run.start():
@@ -659,7 +673,8 @@ def main(argv):
                 for finding in trial.findings():
                     print(f"     {finding}")
                 print(
-                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh --seed {arguments.seed} "
+                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh {'--gpu ' * arguments.gpu}"
+                    f"--seed {arguments.seed} "
                     f"--trials {arguments.trials} --cluster {cluster_number}",
                     flush=True,
                 )

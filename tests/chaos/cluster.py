@@ -92,6 +92,7 @@ class Process:
             stdout=log,
             stderr=log,
             preexec_fn=child,
+            env=self.cluster.environment(self.name),
         )
         log.close()
 
@@ -113,6 +114,7 @@ class Engine:
         self.cluster, self.replica = cluster, replica
         self.worker_nodes = worker_nodes
         self.nodes = {control_node, *worker_nodes}
+        gpus = [cluster.take_gpu() for _ in worker_nodes]
         common = [
             cluster.programs["engine"],
             f"--replica={replica}",
@@ -130,7 +132,7 @@ class Engine:
                 f"{replica}-w{i}",
                 "worker",
                 node,
-                common + ["--role=worker", f"--index={i}"],
+                common + ["--role=worker", f"--index={i}", *gpus[i]],
                 paused,
             )
             for i, node in enumerate(worker_nodes)
@@ -207,9 +209,11 @@ class Call:
 
 
 class Cluster:
-    def __init__(self, directory, programs, seed, rng, network, memory):
+    def __init__(self, directory, programs, seed, rng, network, memory, gpus=None):
         self.dir, self.programs, self.seed, self.rng = directory, programs, seed, rng
         self.network = network
+        # gpus.Machine, with tensors on its GPUs, or None.
+        self.gpus = gpus
         self._memory = memory
         self._cgroups = {}
         self.processes = {}
@@ -250,6 +254,13 @@ class Cluster:
                 self._port = probe.getsockname()[1]
 
     # ---- processes ----
+
+    def environment(self, name):
+        return {**os.environ, **(self.gpus.environment(name) if self.gpus else {})}
+
+    def take_gpu(self):
+        """The flag of one who has tensors: of the next GPU in turn."""
+        return [f"--gpu={self.gpus.next()}"] if self.gpus else []
 
     def chaos_flags(self, name):
         return [
@@ -301,6 +312,7 @@ class Cluster:
             f"--chaos_run_socket={self.dir}/run.sock",
             f"--chaos_log={self.dir}/{name}.jsonl",
             *(f"--{flag}={value}" for flag, value in DEADLINES.items()),
+            *(self.gpus.daemon_flags() if self.gpus else []),
             *self.flags,
         ]
         if coordinates and name != "n0":
@@ -325,7 +337,7 @@ class Cluster:
             f"--seed={self.seed}",
             f"--bytes={MODEL_BYTES}",
             f"--address=unix:{self.dir}/n{node}.sock",
-        ] + self.chaos_flags(name)
+        ] + self.take_gpu() + self.chaos_flags(name)
         process = self.add_process(name, "trainer", node, argv)
         self.ranks.append(process)
         return process

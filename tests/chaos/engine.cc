@@ -37,6 +37,7 @@
 #include "client/cc/replica.h"
 #include "client/cc/worker.h"
 #include "glog/logging.h"
+#include "proto/status.h"
 #include "tests/chaos/control.h"
 #include "tests/chaos/model.h"
 
@@ -52,6 +53,8 @@ DEFINE_uint64(seed, 1, "Of the shapes.");
 DEFINE_int64(bytes, 8 << 20, "Of the model, about.");
 DEFINE_bool(swap, false, "Workers have a spare set of tensors.");
 DEFINE_bool(paused, false, "The engine waits for weights before it serves.");
+DEFINE_int32(gpu, -1,
+             "The GPU on which a worker's tensors are; -1: in host memory.");
 DEFINE_string(engine_socket, "", "Between control process and workers.");
 DEFINE_string(control_socket, "", "Where the run says what to do.");
 DEFINE_string(run_socket, "", "Where the run hears of points reached.");
@@ -103,6 +106,14 @@ void EndWhenRefused(Client* client, Control* control) {
   }).detach();
 }
 
+// A process whose context of CUDA is lost can do nothing but end, as an engine
+// does at its next kernel.
+void EndIfLost(const absl::Status& status, Control* control) {
+  if (status.ok()) return;
+  control->Log({{"ev", "gpu_lost"}, {"error", std::string(status.message())}});
+  _exit(4);
+}
+
 // ---- worker ----
 
 class WorkerProcess {
@@ -143,6 +154,7 @@ void WorkerProcess::Plant(const std::string& path) {
   for (std::vector<char>& bytes : serving.storage) {
     in.read(bytes.data(), bytes.size());
   }
+  EndIfLost(serving.Push(), control_.get());
   control_->Log({{"ev", "planted"}, {"ok", static_cast<bool>(in)}});
 }
 
@@ -160,7 +172,9 @@ std::string WorkerProcess::Hash(const std::string& told) {
   for (int set = 0; set < 2; ++set) {
     if (!told.empty() && updates_[set] == told) serving_ = set;
   }
-  return serving_ == 0 ? live_.Hash() : spare_.Hash();
+  LiveModel& serving = serving_ == 0 ? live_ : spare_;
+  EndIfLost(serving.Pull(), control_.get());
+  return serving.Hash();
 }
 
 int WorkerProcess::Run() {
@@ -176,6 +190,10 @@ int WorkerProcess::Run() {
                  {"index", FLAGS_index},
                  {"workers", FLAGS_workers},
                  {"own", live_.Hash()}});
+  if (FLAGS_gpu >= 0) {
+    EndIfLost(live_.MoveToGpu(FLAGS_gpu), control_.get());
+    if (FLAGS_swap) EndIfLost(spare_.MoveToGpu(FLAGS_gpu), control_.get());
+  }
   const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
   const sockaddr_un address = EngineAddress();
   for (int attempt = 0; connect(fd, reinterpret_cast<const sockaddr*>(&address),
@@ -207,6 +225,8 @@ int WorkerProcess::Run() {
                    {"version", applied.version},
                    {"ok", applied.status.ok()},
                    {"error", std::string(applied.status.message())}});
+    if (ErrorReason(applied.status) == "DEVICE_FAULT")
+      EndIfLost(applied.status, control_.get());
     control_->Reach("worker:applied", applied.update_id);
   };
   if (FLAGS_swap) {

@@ -134,6 +134,48 @@ std::vector<std::string> ExpectedHashes(
   return hashes;
 }
 
+absl::Status OnGpu::Place(int device, std::vector<client::Tensor>* tensors) {
+  int64_t bytes = 0;
+  offsets_.clear();
+  for (const client::Tensor& tensor : *tensors) {
+    offsets_.push_back(bytes);
+    bytes += (client::PartBytes(tensor) + 63) / 64 * 64;
+  }
+  // One that lies there already is used again: the shapes are the same.
+  if (buffer_ == nullptr) {
+    auto made = demo::GpuBuffer::Allocate(device, bytes);
+    if (!made.ok()) return made.status();
+    buffer_ = *std::move(made);
+    mirror_.resize(static_cast<size_t>(bytes));
+  }
+  for (size_t i = 0; i < tensors->size(); ++i) {
+    (*tensors)[i].data = buffer_->data() + offsets_[i];
+    (*tensors)[i].on_gpu = true;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status LiveModel::MoveToGpu(int device) {
+  const absl::Status status = gpu.Place(device, &tensors);
+  return status.ok() ? Push() : status;
+}
+
+absl::Status LiveModel::Pull() {
+  if (!gpu.there()) return absl::OkStatus();
+  const absl::Status status = gpu.Pull();
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < storage.size(); ++i)
+    memcpy(storage[i].data(), gpu.copy(i), storage[i].size());
+  return absl::OkStatus();
+}
+
+absl::Status LiveModel::Push() {
+  if (!gpu.there()) return absl::OkStatus();
+  for (size_t i = 0; i < storage.size(); ++i)
+    memcpy(gpu.copy(i), storage[i].data(), storage[i].size());
+  return gpu.Push();
+}
+
 std::string LiveModel::Hash() const {
   Hasher hasher;
   for (const std::vector<char>& bytes : storage) {

@@ -7,10 +7,13 @@
 #define WEIGHTSYNC_TESTS_CHAOS_MODEL_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "client/cc/tensor.h"
+#include "tests/gpu/gpu_buffer.h"
 
 namespace weightsync {
 namespace chaos {
@@ -44,17 +47,42 @@ class Hasher {
   uint64_t state_ = 1469598103934665603u;
 };
 
+// Tensors one after the other in one allocation of a GPU, and a copy of it
+// here.
+class OnGpu {
+ public:
+  // Places `tensors` in memory of that device. The errors of GpuBuffer.
+  absl::Status Place(int device, std::vector<client::Tensor>* tensors);
+
+  bool there() const { return buffer_ != nullptr; }
+  // Of the copy here, where that tensor's bytes lie.
+  char* copy(size_t tensor) { return mirror_.data() + offsets_[tensor]; }
+  absl::Status Pull() { return buffer_->Read(mirror_.data()); }
+  absl::Status Push() { return buffer_->Write(mirror_.data()); }
+
+ private:
+  std::unique_ptr<demo::GpuBuffer> buffer_;
+  std::vector<char> mirror_;
+  std::vector<int64_t> offsets_;
+};
+
 // What a worker of `count` that holds this content hashes, for each index.
 std::vector<std::string> ExpectedHashes(
     const std::vector<client::Tensor>& parameters, uint64_t seed,
     int64_t content, int count);
 
-// Live memory of a worker: tensors with storage, filled with a constant.
+// Live memory of a worker: tensors with storage, filled with a constant. Once
+// they are on a GPU the storage is a copy, as old as the last Pull or Push.
 struct LiveModel {
   std::vector<client::Tensor> tensors;
   std::vector<std::vector<char>> storage;
 
+  absl::Status MoveToGpu(int device);
+  absl::Status Pull();
+  absl::Status Push();
   std::string Hash() const;
+
+  OnGpu gpu;
 };
 LiveModel MakeLive(const std::vector<client::Tensor>& parameters, int index,
                    int count);

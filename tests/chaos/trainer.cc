@@ -34,6 +34,7 @@ DEFINE_int32(rank, 0, "");
 DEFINE_int32(world_size, 1, "");
 DEFINE_uint64(seed, 1, "Of shapes and values.");
 DEFINE_int64(bytes, 8 << 20, "Of the model, about.");
+DEFINE_int32(gpu, -1, "The GPU on which the tensors are; -1: in host memory.");
 DEFINE_string(control_socket, "", "Where the run says what to do.");
 DEFINE_string(run_socket, "", "Where the run hears of points reached.");
 DEFINE_string(log, "", "Appended to.");
@@ -51,7 +52,12 @@ class Rank {
   void OnCommand(const nlohmann::json& command);
   void Publish(const nlohmann::json& command);
   absl::Status Connect();
+  // Where the bytes of a shard are written; with a GPU they go there by Push.
+  char* Bytes(size_t shard);
+  absl::Status Push() { return gpu_.there() ? gpu_.Push() : absl::OkStatus(); }
   void FillShards(int64_t content);
+  // A process whose context of CUDA is lost can do nothing but end.
+  void EndIfLost(const absl::Status& status);
   void Dump(const nlohmann::json& command);
   v1::UpdateOptions Options(const nlohmann::json& command) const;
 
@@ -60,6 +66,8 @@ class Rank {
   std::vector<int> ordinals_;
   std::unique_ptr<client::Trainer> trainer_;
   std::vector<client::Tensor> shards_;
+  // Stays when the session does not, as a training program's tensors do.
+  OnGpu gpu_;
 
   absl::Mutex mutex_;
   std::deque<nlohmann::json> next_ ABSL_GUARDED_BY(mutex_);
@@ -124,17 +132,33 @@ absl::Status Rank::Connect() {
     ordinals_.push_back(i);
     bytes += (client::PartBytes(shard) + 63) / 64 * 64;
   }
-  auto arena = (*trainer)->AllocateArena(bytes, absl::Seconds(5));
-  if (!arena.ok()) return arena.status();
-  char* data = arena->data;
-  for (client::Tensor& shard : shards_) {
-    shard.data = data;
-    data += (client::PartBytes(shard) + 63) / 64 * 64;
+  if (FLAGS_gpu >= 0) {
+    const absl::Status placed = gpu_.Place(FLAGS_gpu, &shards_);
+    if (!placed.ok()) return placed;
+  } else {
+    auto arena = (*trainer)->AllocateArena(bytes, absl::Seconds(5));
+    if (!arena.ok()) return arena.status();
+    char* data = arena->data;
+    for (client::Tensor& shard : shards_) {
+      shard.data = data;
+      data += (client::PartBytes(shard) + 63) / 64 * 64;
+    }
   }
   auto registered = (*trainer)->RegisterShards(shards_, absl::Seconds(5));
   if (!registered.ok()) return registered.status();
   trainer_ = *std::move(trainer);
   return absl::OkStatus();
+}
+
+void Rank::EndIfLost(const absl::Status& status) {
+  if (ErrorReason(status) != "DEVICE_FAULT") return;
+  control_.Log({{"ev", "gpu_lost"}, {"error", std::string(status.message())}});
+  _exit(4);
+}
+
+char* Rank::Bytes(size_t shard) {
+  return gpu_.there() ? gpu_.copy(shard)
+                      : static_cast<char*>(shards_[shard].data);
 }
 
 void Rank::FillShards(int64_t content) {
@@ -143,7 +167,7 @@ void Rank::FillShards(int64_t content) {
     std::vector<char> whole(client::PartBytes(parameter));
     Fill(FLAGS_seed, content, ordinals_[i], &whole);
     const std::vector<char> part = Cut(parameter, *shards_[i].box, whole);
-    memcpy(shards_[i].data, part.data(), part.size());
+    memcpy(Bytes(i), part.data(), part.size());
   }
 }
 
@@ -195,9 +219,16 @@ void Rank::Publish(const nlohmann::json& command) {
   const absl::Status connected = Connect();
   if (!connected.ok()) {
     log("connect", connected);
+    EndIfLost(connected);
     return;
   }
   FillShards(content);
+  const absl::Status pushed = Push();
+  if (!pushed.ok()) {
+    log("connect", pushed);
+    EndIfLost(pushed);
+    return;
+  }
   control_.Reach("trainer:publishing", "");
   client::PublishOptions options;
   options.version = command.value("version", int64_t{0});
@@ -210,12 +241,16 @@ void Rank::Publish(const nlohmann::json& command) {
     line["version"] = published->version;
   }
   log("published", published.status());
-  if (!published.ok()) return;
+  // Of this process, and not of its node's device agent.
+  if (!published.ok()) {
+    if (gpu_.there()) EndIfLost(gpu_.Pull());
+    return;
+  }
   control_.Reach("trainer:published", published->update_id);
   // The trainer goes on: what it publishes must not change with its tensors.
-  for (const client::Tensor& shard : shards_) {
-    memset(shard.data, 0xa5, client::PartBytes(shard));
-  }
+  for (size_t i = 0; i < shards_.size(); ++i)
+    memset(Bytes(i), 0xa5, client::PartBytes(shards_[i]));
+  EndIfLost(Push());
   if (command.value("no_wait", false)) {
     log("left", absl::OkStatus());
     return;
@@ -247,6 +282,7 @@ int Rank::Run() {
       nlohmann::json line = {{"ev", "session"}, {"ok", status.ok()}};
       if (!status.ok()) line["error"] = std::string(status.message());
       control_.Log(line);
+      EndIfLost(status);
     }
   }
 }

@@ -2,12 +2,14 @@
 // version after version.
 #include <gflags/gflags.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "client/cc/trainer.h"
 #include "glog/logging.h"
 #include "tests/e2e/demo_model.h"
@@ -22,6 +24,12 @@ DEFINE_string(safetensors, "", "Publish this file's tensors instead.");
 DEFINE_int32(rank, 0, "This rank.");
 DEFINE_int32(world_size, 1, "How many ranks there are.");
 DEFINE_int32(versions, 3, "How many versions to publish.");
+DEFINE_int32(first_version, 0,
+             "The number of the first one, the others follow; 0: the server "
+             "counts, from 1 in a new cluster.");
+DEFINE_string(times, "",
+              "Append when each update began and ended, in seconds of the "
+              "monotonic clock, to this file.");
 DEFINE_int32(wait_replicas, 0, "Begin when so many replicas serve.");
 DEFINE_string(hashes, "", "Write hashes of what was published to this file.");
 DEFINE_string(worker_counts, "1,2",
@@ -84,21 +92,28 @@ int main(int argc, char** argv) {
     demo::ExitUnless((*trainer)->Prepare(absl::Minutes(2)).status());
   }
 
-  for (int step = 1; step <= FLAGS_versions; ++step) {
-    demo::ExitUnless(demo::FillAll(*model, step, FLAGS_versions, all));
+  const int first = std::max(1, FLAGS_first_version);
+  const int last = first + FLAGS_versions - 1;
+  for (int step = first; step <= last; ++step) {
+    demo::ExitUnless(demo::FillAll(*model, step, last, all));
     if (gpu != nullptr) demo::ExitUnless(gpu->Write(mirror.data()));
     demo::ExitUnless(demo::AppendTo(
         FLAGS_hashes, demo::AllRankHashLines(*model, step, FLAGS_worker_counts,
                                              FLAGS_rank, all)));
     client::PublishOptions publish;
     publish.step = step;
+    if (FLAGS_first_version > 0) publish.version = step;
     publish.update.set_transfer_policy(
-        (*policies)[(step - 1) % policies->size()]);
+        (*policies)[(step - first) % policies->size()]);
+    const double began = demo::MonotonicSeconds();
     const auto published = (*trainer)->Publish(publish);
     demo::ExitUnless(published.status());
     // A real trainer would go on training here: the tensors are its own again.
     const auto version = (*trainer)->Wait(*published, absl::Minutes(5));
     demo::ExitUnless(version.status());
+    demo::ExitUnless(demo::AppendTo(
+        FLAGS_times,
+        absl::StrFormat("%.6f %.6f\n", began, demo::MonotonicSeconds())));
     std::fputs(demo::ResultLine(*version, published->stall).c_str(), stdout);
     std::fflush(stdout);
   }

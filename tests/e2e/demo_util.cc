@@ -1,6 +1,7 @@
 #include "tests/e2e/demo_util.h"
 
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -117,6 +118,12 @@ void HandleSignals() {
     if (!waiting) _exit(128 + signal);
     Signalled().Notify();
   }).detach();
+}
+
+double MonotonicSeconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * now.tv_nsec;
 }
 
 void WaitForSignal() {

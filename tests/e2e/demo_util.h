@@ -36,6 +36,8 @@ absl::Status AppendTo(const std::string& path, const std::string& text);
 void HandleSignals();
 void WaitForSignal();
 
+double MonotonicSeconds();
+
 // "version=3 bytes=... stall_ns=... ": what the quickstart makes its table of.
 std::string ResultLine(const v1::Version& version, absl::Duration stall);
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Packs programs with their shared libraries for a machine that has a GPU and little else.
 #
-# Usage: bundle.sh [--output FILE] RUN_SCRIPT PROGRAM…
+# Usage: bundle.sh [--output FILE] SCRIPT_OR_PROGRAM…
 #   --output FILE  default: gpu_bundle.tar.gz in the workspace
 #
 # Left out: the C library and its parts (the machine's own must be used; GLIBC says which is
@@ -17,17 +17,17 @@ if [[ "${1:-}" == --output ]]; then
   output=$2
   shift 2
 fi
-run_script=$1
-shift
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/gpu_bundle.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 root=$work/gpu_bundle
 mkdir -p "$root/lib"
-cp -L "$run_script" "$root/run.sh"
+binaries=()
 for program in "$@"; do
   name=$(basename "$program")
   cp -L "$program" "$root/$name"
+  [[ "$name" != *.sh ]] || continue
+  binaries+=("$root/$name")
   # The first place that is looked at, for what a library needs as well.
   if ! readelf -d "$program" | grep -F 'RPATH' | grep -qF '[$ORIGIN/lib'; then
     echo "bundle.sh: $program has no run path of \$ORIGIN/lib: link it with --disable-new-dtags" >&2
@@ -45,8 +45,9 @@ for program in "$@"; do
 done
 chmod -R u+w "$root"
 # What nobody reads on that machine.
-strip --strip-debug "$root"/gpu_* "$root"/lib/*.so* 2>/dev/null || true
-objdump -T "$root"/gpu_* "$root"/lib/* | grep -o 'GLIBC_[0-9.]*' | sed 's/GLIBC_//' |
+strip --strip-all "${binaries[@]}" 2>/dev/null || true
+strip --strip-debug "$root"/lib/*.so* 2>/dev/null || true
+objdump -T "${binaries[@]}" "$root"/lib/* | grep -o 'GLIBC_[0-9.]*' | sed 's/GLIBC_//' |
   sort -uV | tail -1 >"$root/GLIBC"
 
 tar -C "$work" -czf "$output" gpu_bundle

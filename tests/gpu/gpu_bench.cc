@@ -108,6 +108,77 @@ struct ScratchDirectory {
   std::string path;
 };
 
+// A worker's process: opens what the daemon has on the GPU, and copies it into
+// memory of its own by copy engine, piece by piece. Prints seconds.
+int Pause(char** argv) {
+  CopyPool pool(1);
+  HostMemory host(&pool, nullptr, {});
+  CudaMemory::Options options;
+  options.device_uuid = argv[0];
+  auto memory = CudaMemory::Create(&host, options);
+  Must(memory.status());
+  MemoryTicket ticket;
+  ticket.kind = MemoryKind::kCuda;
+  ticket.read_only = true;
+  ticket.address = argv[1];
+  ticket.token = argv[2];
+  ticket.bytes = atoll(argv[3]);
+  const int pieces = atoi(argv[4]);
+  const int times = atoi(argv[5]);
+  auto store = (*memory)->Import(ticket, absl::Seconds(10));
+  Must(store.status());
+  auto live = (*memory)->Allocate(ticket.bytes, AllocateOptions());
+  Must(live.status());
+  std::vector<CopyTask> tasks;
+  const int64_t each = ticket.bytes / pieces / 256 * 256;
+  for (int i = 0; i < pieces; ++i) {
+    CopyTask task;
+    task.src = (*store)->data() + i * each;
+    task.dst = (*live)->data() + i * each;
+    task.run_bytes = i + 1 < pieces ? each : ticket.bytes - i * each;
+    tasks.push_back(task);
+  }
+  const auto apply = [&] { Must((*memory)->Copy(tasks, {}, nullptr)); };
+  apply();
+  printf("%.9f\n", Best(apply, times));
+  return 0;
+}
+
+// Seconds that such a process takes.
+double PauseOf(CudaMemory* memory, const Segment& store, int pieces,
+               int times) {
+  ExportOptions options;
+  options.read_only = true;
+  const absl::StatusOr<MemoryTicket> ticket = memory->Export(store, options);
+  Must(ticket.status());
+  char self[4096] = {};
+  if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0)
+    Must(absl::InternalError("/proc/self/exe"));
+  int out[2];
+  if (pipe(out) != 0) Must(absl::InternalError("pipe"));
+  const std::string bytes = absl::StrCat(ticket->bytes);
+  const std::string count = absl::StrCat(pieces), rounds = absl::StrCat(times);
+  const pid_t worker = fork();
+  if (worker == 0) {
+    dup2(out[1], 1);
+    close(out[0]);
+    execl(self, self, "--pause", memory->core()->device().uuid.c_str(),
+          ticket->address.c_str(), ticket->token.c_str(), bytes.c_str(),
+          count.c_str(), rounds.c_str(), nullptr);
+    _exit(127);
+  }
+  close(out[1]);
+  std::string said;
+  char part[64];
+  for (ssize_t n; (n = read(out[0], part, sizeof(part))) > 0;)
+    said.append(part, static_cast<size_t>(n));
+  close(out[0]);
+  int status = 0;
+  waitpid(worker, &status, 0);
+  if (status != 0) Must(absl::InternalError("a worker's process has failed"));
+  return atof(said.c_str());
+}
+
 int Run(bool smoke) {
   const int64_t bucket_bytes = smoke ? 4 << 20 : 256 << 20;
   const int times = smoke ? 1 : 9;
@@ -156,7 +227,13 @@ int Run(bool smoke) {
   request.pieces = pieces;
   const auto pack = [&] { Must(memory->Pack(request, nullptr)); };
   pack();
-  Print("pack, with digests of frames", Best(pack, times), d2d, 0.8);
+  const double packed = Best(pack, times);
+  Print("pack, with digests of frames", packed, d2d, 0.8);
+  // A trainer stands still while its buckets are packed, and an engine while
+  // its worker copies them: at the same pace for 16 GB as for one.
+  Print("store=device: stall", packed, d2d, 1 / 1.3);
+  Print("store=device: pause",
+        PauseOf(memory, **to, pieces_of_a_bucket / 10, times), d2d, 1 / 1.3);
 
   std::vector<CopyTask> back;
   for (const PackPiece& piece : pieces) {
@@ -213,7 +290,20 @@ int Run(bool smoke) {
     };
     const auto snapshot = [&] { Must(memory->Pack(staged, nullptr)); };
     snapshot();
-    Print("pack into the host's store", Best(snapshot, times), bus, 1 / 1.1);
+    Print("store=host: stall", Best(snapshot, times), bus, 1 / 1.1);
+    // As a worker does it: by copy engine, and the pieces where they belong.
+    CopyTask in = whole;
+    in.src = (*store)->data();
+    in.dst = (*to)->data();
+    const auto h2d = [&] { Must(memory->Copy({in}, {}, nullptr)); };
+    h2d();
+    const double up = Best(h2d, times);
+    std::vector<CopyTask> applied = back;
+    for (CopyTask& task : applied)
+      task.src = (*store)->data() + (task.src - (*to)->data());
+    const auto apply = [&] { Must(memory->Copy(applied, {}, nullptr)); };
+    apply();
+    Print("store=host: pause", Best(apply, times), up, 1 / 1.1);
   }
 
   // Registration: every tensor is looked up, few allocations are described.
@@ -237,6 +327,8 @@ int Run(bool smoke) {
 
 int main(int argc, char** argv) {
   FLAGS_logtostderr = true;
+  if (argc == 8 && std::string(argv[1]) == "--pause")
+    return weightsync::transport::cuda::Pause(argv + 2);
   const std::string argument = argc == 2 ? argv[1] : "";
   if (argument == "--list") return weightsync::transport::cuda::List();
   if (argc > 2 || (argc == 2 && argument != "--smoke")) {

@@ -80,10 +80,12 @@ count=$(wc -l <<<"$devices")
 
 step "memory conformance" "$here/gpu_memory_check"
 step "figures" "$here/gpu_bench" $smoke
-if [[ -x "$here/gpu_group_check" ]]; then
-  if ! "$here/gpu_group_check" --check_nccl >>"$results" 2>&1; then
-    say "groups over NCCL: NOT MEASURED ($(tail -1 "$results"))"
-  elif ((count < 2)); then
+if ! "$here/gpu_group_check" --check_nccl >>"$results" 2>&1; then
+  say "NCCL on one GPU: NOT MEASURED ($(tail -1 "$results"))"
+  say "groups over NCCL: NOT MEASURED ($(tail -1 "$results"))"
+else
+  step "NCCL on one GPU" "$here/gpu_nccl_check"
+  if ((count < 2)); then
     say "groups over NCCL: NOT MEASURED (one GPU, and NCCL wants one for each rank)"
   elif ((count < 8)); then
     step "groups over NCCL, one receiver" "$here/gpu_group_check" \
@@ -92,8 +94,7 @@ if [[ -x "$here/gpu_group_check" ]]; then
     step "groups over NCCL" "$here/gpu_group_check"
   fi
 fi
-for figure in "slowdown of a compute loop during a transfer" "a trainer and workers through a daemon" \
-  "kill tests"; do
-  say "$figure: NOT MEASURED (not in this script yet)"
-done
+step "a trainer and workers through a daemon" "$here/daemon_check.sh" $smoke move
+step "kill tests" "$here/daemon_check.sh" $smoke kill
+step "slowdown of a compute loop" "$here/daemon_check.sh" $smoke load
 exit $failed

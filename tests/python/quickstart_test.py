@@ -73,10 +73,10 @@ def test_all_bytes_are_equal(tmp_path, model):
 @pytest.mark.skipif(
     not (readme.ROOT / "bazel-bin/transport/cuda/libkernel_twins.so").exists(), reason="built without a CUDA toolkit"
 )
-@pytest.mark.parametrize("flip", [False, True])
-def test_on_simulated_gpus(tmp_path, model, flip):
+@pytest.mark.parametrize("flip, store", [(False, "host"), (True, "host"), (False, "device")])
+def test_on_simulated_gpus(tmp_path, model, flip, store):
     """By CUDA IPC out of the trainers' GPUs and into the workers'; the simulator finds any misuse."""
-    arguments = ["--safetensors", model, "--versions", "2", "--memory", "cuda", "--simulate_gpu"]
+    arguments = ["--safetensors", model, "--versions", "2", "--memory", "cuda", "--store", store, "--simulate_gpu"]
     run = quickstart(tmp_path, *arguments, *(["--flip_bit"] if flip else []))
     if flip:
         assert run.returncode == 1 and re.search(r"DIFFERENT: replica-1, worker 0", run.stderr), run.stdout + run.stderr

@@ -36,7 +36,9 @@ absl::Status CheckCuda(cudaError_t error, absl::string_view call) {
                                         " (", cudaGetErrorString(error), ")");
   if (error == cudaErrorMemoryAllocation) {
     return MakeError(absl::StatusCode::kResourceExhausted, "NO_DEVICE_MEMORY",
-                     what);
+                     absl::StrCat(what,
+                                  "; the GPU's memory is taken: free some of "
+                                  "it, or leave more to this process"));
   }
   if (error == cudaErrorInsufficientDriver) {
     int driver = 0, runtime = 0;

@@ -1,7 +1,6 @@
 #include "transport/cuda/cuda_memory.h"
 
 #include <cuda_runtime_api.h>
-#include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include "glog/logging.h"
 #include "transport/cuda/cuda_error.h"
 #include "transport/cuda/kernels.h"
+#include "transport/cuda/segment_control.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -24,26 +24,9 @@ namespace transport {
 namespace cuda {
 namespace {
 
-// What stands in a control's data.
-struct Control {
-  char magic[8];
-  int64_t bytes;
-  std::atomic<uint32_t> retired;  // its maker does not need it any more
-  uint32_t handle_bytes;
-  char handle[512];
-};
-constexpr char kMagic[8] = {'W', 'S', 'C', 'T', 'L', '0', '0', '1'};
 constexpr int64_t kTransferBytes = 1 << 20;
 // What a segment is rounded up to by the driver, so that sums are right.
 int64_t Rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
-
-// A description of the control's file that is nobody else's: locks belong to
-// these.
-int OpenAgain(const Segment& control) {
-  int64_t offset;
-  const int fd = control.file(&offset);
-  return open(absl::StrCat("/proc/self/fd/", fd).c_str(), O_RDONLY | O_CLOEXEC);
-}
 
 }  // namespace
 
@@ -62,7 +45,7 @@ struct CudaMemory::Allocation {
   static void Retire(Allocation* old) {
     const std::shared_ptr<DeviceCore> core = std::move(old->core);
     core->RemoveRange(old->data);
-    reinterpret_cast<Control*>(old->control->data())->retired = 1;
+    reinterpret_cast<SegmentControl*>(old->control->data())->retired = 1;
     core->Later([old] {
       if (flock(old->lock_fd, LOCK_EX | LOCK_NB) != 0) return false;
       const absl::Status status = CheckCuda(cudaFree(old->data), "cudaFree");
@@ -124,6 +107,7 @@ class CudaSegment final : public Segment {
     }
   }
   MemoryKind kind() const override { return MemoryKind::kCuda; }
+  std::string device_uuid() const override { return core_->device().uuid; }
   char* data() const override { return data_; }
   int64_t bytes() const override { return bytes_; }
   bool writable() const override { return writable_; }
@@ -194,8 +178,9 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Allocate(
                      core_->device().uuid, ", which has ", free, " free of ",
                      total, " and keeps ", options_.keep_free_bytes,
                      " for others", more,
-                     ": give the engine a smaller part of the GPU, or use "
-                     "fewer or smaller slots"));
+                     ": give the engine a smaller part of the GPU, or the "
+                     "daemon less (--gpu_slots, --bucket_bytes, "
+                     "--device_store_bytes)"));
   };
   if (bytes > static_cast<int64_t>(free) - options_.keep_free_bytes)
     return no_memory("");
@@ -204,10 +189,10 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Allocate(
   made->bytes = bytes;
   made->core = core_;
   absl::StatusOr<std::unique_ptr<Segment>> control =
-      host_->Allocate(sizeof(Control), options);
+      host_->Allocate(sizeof(SegmentControl), options);
   if (!control.ok()) return control.status();
   made->control = *std::move(control);
-  made->lock_fd = OpenAgain(*made->control);
+  made->lock_fd = OpenSegmentControl(*made->control).release();
   if (made->lock_fd < 0) {
     return MakeErrnoError(absl::StatusCode::kInternal, "LOCK_FAILED",
                           "the control of a segment", errno);
@@ -238,13 +223,7 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Allocate(
   }
   const absl::StatusOr<DevicePlace> place = exporter_->Describe(data, bytes);
   if (!place.ok()) return place.status();
-  auto* written = reinterpret_cast<Control*>(shared->control->data());
-  const std::string handle = place->handle.Encode();
-  CHECK_LE(handle.size(), sizeof(written->handle));
-  memcpy(written->handle, handle.data(), handle.size());
-  written->handle_bytes = static_cast<uint32_t>(handle.size());
-  written->bytes = bytes;
-  memcpy(written->magic, kMagic, sizeof(kMagic));
+  WriteSegmentControl(place->handle, bytes, shared->control.get());
   MadeHere::Add({place->handle.base, place->handle.buffer_id}, shared);
 
   auto segment = std::make_unique<CudaSegment>();
@@ -292,43 +271,36 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Import(
   }
   MemoryTicket control_ticket = ticket;
   control_ticket.kind = MemoryKind::kHost;
-  control_ticket.bytes = sizeof(Control);
+  control_ticket.bytes = sizeof(SegmentControl);
   absl::StatusOr<std::unique_ptr<Segment>> control =
       host_->Import(control_ticket, timeout);
   if (!control.ok()) return control.status();
-  const auto* read = reinterpret_cast<const Control*>((*control)->data());
-  if (memcmp(read->magic, kMagic, sizeof(kMagic)) != 0 ||
-      read->handle_bytes > sizeof(read->handle) || read->bytes < ticket.bytes) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "NOT_AN_ARENA",
-                     "the ticket does not lead to GPU memory of that size");
-  }
   const absl::StatusOr<DeviceHandle> handle =
-      DeviceHandle::Decode(absl::string_view(read->handle, read->handle_bytes));
+      ReadSegmentControl(**control, ticket.bytes);
   if (!handle.ok()) return handle.status();
+  const int64_t bytes =
+      reinterpret_cast<const SegmentControl*>((*control)->data())->bytes;
 
   auto segment = std::make_unique<CudaSegment>();
   segment->writable_ = !ticket.read_only;
   segment->core_ = core_;
-  segment->lock_fd = OpenAgain(**control);
-  const absl::Status gone =
-      MakeError(absl::StatusCode::kFailedPrecondition, "SEGMENT_GONE",
-                "the process that made this segment has given it back");
-  // In this order: whoever sees the lock does not free, whoever is retired was
-  // freed or is about to be.
-  if (segment->lock_fd < 0 || flock(segment->lock_fd, LOCK_SH | LOCK_NB) != 0 ||
-      read->retired != 0)
-    return gone;
+  absl::StatusOr<UniqueFd> lock = LockSegmentControl(**control);
+  if (!lock.ok()) return lock.status();
+  segment->lock_fd = lock->release();
   if (handle->exporter == ThisProcess()) {
     // CUDA opens nothing in the process that made it; here the address is good
     // as it is.
     segment->made = MadeHere::Find(handle->base, handle->buffer_id);
-    if (segment->made == nullptr) return gone;
+    if (segment->made == nullptr) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "SEGMENT_GONE",
+                       "this process has given the segment back");
+    }
     close(segment->lock_fd);
     segment->lock_fd = -1;
     segment->data_ = segment->made->data;
-    segment->bytes_ = read->bytes;
+    segment->bytes_ = bytes;
     if (segment->made->core != core_) {
-      core_->AddRange(segment->data_, read->bytes, DeviceCore::Place::kDevice,
+      core_->AddRange(segment->data_, bytes, DeviceCore::Place::kDevice,
                       segment->writable_, segment->made);
     }
   } else {
@@ -337,7 +309,7 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Import(
     if (!imported.ok()) return imported.status();
     segment->imported = *std::move(imported);
     segment->data_ = segment->imported->data;
-    segment->bytes_ = read->bytes;
+    segment->bytes_ = bytes;
   }
   segment->imported_control = *std::move(control);
   return std::unique_ptr<Segment>(std::move(segment));

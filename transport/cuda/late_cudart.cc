@@ -76,8 +76,12 @@ LATE(cudaHostAlloc, (void** pointer, size_t bytes, unsigned int flags), pointer,
 LATE(cudaHostRegister, (void* pointer, size_t bytes, unsigned int flags),
      pointer, bytes, flags)
 LATE(cudaHostUnregister, (void* pointer), pointer)
+LATE(cudaIpcCloseMemHandle, (void* pointer), pointer)
 LATE(cudaIpcGetMemHandle, (cudaIpcMemHandle_t * handle, void* pointer), handle,
      pointer)
+LATE(cudaIpcOpenMemHandle,
+     (void** pointer, cudaIpcMemHandle_t handle, unsigned int flags), pointer,
+     handle, flags)
 LATE(cudaMalloc, (void** pointer, size_t bytes), pointer, bytes)
 LATE(cudaMemcpy,
      (void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind), to,

@@ -7,7 +7,9 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "glog/logging.h"
+#include "transport/cuda/segment_control.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -76,6 +78,52 @@ class LiveMemory::PinnedSegment final : public Segment {
   bool pinned_ = false;
 };
 
+// An arena of the daemon's on a GPU, for as long as it is open.
+class LiveMemory::DeviceSegment final : public Segment {
+ public:
+  DeviceSegment(LiveMemory* memory, std::shared_ptr<ProcessGpu> gpu,
+                std::unique_ptr<Segment> control, UniqueFd lock,
+                std::shared_ptr<const ProcessGpu::Opened> opened, int64_t bytes)
+      : memory_(memory),
+        gpu_(std::move(gpu)),
+        control_(std::move(control)),
+        lock_(std::move(lock)),
+        opened_(std::move(opened)),
+        bytes_(bytes) {
+    absl::MutexLock guard(&memory_->imported_mutex_);
+    memory_->imported_[opened_->data] = {bytes_, gpu_};
+  }
+  ~DeviceSegment() override {
+    {
+      absl::MutexLock guard(&memory_->imported_mutex_);
+      memory_->imported_.erase(opened_->data);
+    }
+    // Before the lock goes: then it may be freed.
+    opened_ = nullptr;
+  }
+
+  MemoryKind kind() const override { return MemoryKind::kCuda; }
+  char* data() const override { return opened_->data; }
+  int64_t bytes() const override { return bytes_; }
+  std::string device_uuid() const override { return gpu_->uuid(); }
+  bool writable() const override { return false; }
+  int generation_slots() const override { return control_->generation_slots(); }
+  uint64_t Generation(int slot) const override {
+    return control_->Generation(slot);
+  }
+  uint64_t AdvanceGeneration(int slot) override {
+    return control_->AdvanceGeneration(slot);
+  }
+
+ private:
+  LiveMemory* const memory_;
+  const std::shared_ptr<ProcessGpu> gpu_;
+  const std::unique_ptr<Segment> control_;
+  const UniqueFd lock_;
+  std::shared_ptr<const ProcessGpu::Opened> opened_;
+  const int64_t bytes_;
+};
+
 LiveMemory::~LiveMemory() {
   absl::MutexLock lock(&buffer_mutex_);
   if (buffer_ == nullptr) return;
@@ -106,17 +154,60 @@ absl::Status LiveMemory::AddRange(const void* data, int64_t bytes) {
   return absl::OkStatus();
 }
 
+std::vector<std::string> LiveMemory::device_uuids() const {
+  std::vector<std::string> uuids;
+  for (const auto& gpu : gpus_) uuids.push_back(gpu->uuid());
+  return uuids;
+}
+
 ProcessGpu* LiveMemory::GpuOf(const void* address) const {
   const char* const at = static_cast<const char*>(address);
-  auto range = ranges_.upper_bound(at);
-  if (range == ranges_.begin()) return nullptr;
-  --range;
-  return at < range->first + range->second.bytes ? range->second.gpu.get()
-                                                 : nullptr;
+  const auto find = [at](const std::map<const char*, Range>& ranges) {
+    auto range = ranges.upper_bound(at);
+    if (range == ranges.begin()) return static_cast<ProcessGpu*>(nullptr);
+    --range;
+    return at < range->first + range->second.bytes ? range->second.gpu.get()
+                                                   : nullptr;
+  };
+  if (ProcessGpu* const gpu = find(ranges_)) return gpu;
+  absl::MutexLock lock(&imported_mutex_);
+  return find(imported_);
+}
+
+absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::ImportDevice(
+    const MemoryTicket& ticket, absl::Duration timeout) {
+  MemoryTicket control_ticket = ticket;
+  control_ticket.kind = MemoryKind::kHost;
+  control_ticket.bytes = sizeof(SegmentControl);
+  absl::StatusOr<std::unique_ptr<Segment>> control =
+      host_->Import(control_ticket, timeout);
+  if (!control.ok()) return control.status();
+  const absl::StatusOr<DeviceHandle> handle =
+      ReadSegmentControl(**control, ticket.bytes);
+  if (!handle.ok()) return handle.status();
+  const auto gpu = std::find_if(
+      gpus_.begin(), gpus_.end(), [&handle](const auto& candidate) {
+        return candidate->uuid() == handle->device_uuid;
+      });
+  if (gpu == gpus_.end()) {
+    return MakeError(absl::StatusCode::kNotFound, "DEVICE_NOT_VISIBLE",
+                     absl::StrCat("the memory lies on ", handle->device_uuid,
+                                  ", where this worker has no tensors"));
+  }
+  // Before it is opened.
+  absl::StatusOr<UniqueFd> lock = LockSegmentControl(**control);
+  if (!lock.ok()) return lock.status();
+  absl::StatusOr<std::shared_ptr<const ProcessGpu::Opened>> opened =
+      (*gpu)->Open(*handle);
+  if (!opened.ok()) return opened.status();
+  return std::unique_ptr<Segment>(std::make_unique<DeviceSegment>(
+      this, *gpu, *std::move(control), *std::move(lock), *std::move(opened),
+      ticket.bytes));
 }
 
 absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::Import(
     const MemoryTicket& ticket, absl::Duration timeout) {
+  if (ticket.kind == MemoryKind::kCuda) return ImportDevice(ticket, timeout);
   absl::StatusOr<std::unique_ptr<Segment>> base =
       host_->Import(ticket, timeout);
   // Pinned memory is portable: by one GPU for all.
@@ -191,10 +282,14 @@ absl::Status LiveMemory::CopyThrough(ProcessGpu* gpu, const CopyTask& task,
   for (const CopyTask& part : SplitCopy(task, kBufferBytes)) {
     CopyTask in = ToDense(part, buffer_);
     CopyTask out = FromDense(part, buffer_);
+    const bool to_gpu = task.dst != nullptr && GpuOf(task.dst) != nullptr;
     if (from_gpu) {
       status = gpu->Copy({in}, copy_timeout_);
+      CopyTask read = out;
+      if (to_gpu) read.dst = nullptr;
       // Reads, and writes nothing where there is no destination.
-      if (status.ok()) status = host_->Copy({out}, options, digest);
+      if (status.ok()) status = host_->Copy({read}, options, digest);
+      if (status.ok() && to_gpu) status = gpu->Copy({out}, copy_timeout_);
     } else {
       // What the digest is of is what is written: one look at the source.
       status = host_->Copy({in}, options, digest);

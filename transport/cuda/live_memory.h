@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -20,8 +21,9 @@ namespace transport {
 namespace cuda {
 
 // Host memory, and of GPUs those ranges that were said. What is imported is
-// pinned, once, where there is a GPU. Copies to a GPU go by its copy engines;
-// what wants a digest as well, and what is only read for its digest, goes
+// pinned, once, where there is a GPU; memory of the daemon on a GPU of this
+// process is opened by CUDA IPC. Copies to a GPU go by its copy engines; what
+// wants a digest as well, and what is only read for its digest, goes
 // through a pinned buffer, as the digest is computed by the CPU.
 //
 // Thread-safe, once the ranges are there.
@@ -37,6 +39,9 @@ class LiveMemory final : public Memory {
   // ProcessGpu::Of.
   absl::Status AddRange(const void* data, int64_t bytes);
 
+  // Of the GPUs of the ranges: what is imported may be memory of these.
+  std::vector<std::string> device_uuids() const;
+
   MemoryKind kind() const override { return MemoryKind::kHost; }
   absl::StatusOr<std::unique_ptr<Segment>> Allocate(
       int64_t bytes, const AllocateOptions& options) override {
@@ -49,6 +54,9 @@ class LiveMemory final : public Memory {
   void Withdraw(const MemoryTicket& ticket) override {
     host_->Withdraw(ticket);
   }
+  // Of a kCuda ticket also NOT_FOUND (DEVICE_NOT_VISIBLE): no range is on that
+  // GPU; FAILED_PRECONDITION (SEGMENT_GONE), and the errors of
+  // ProcessGpu::Open.
   absl::StatusOr<std::unique_ptr<Segment>> Import(
       const MemoryTicket& ticket, absl::Duration timeout) override;
   // Besides what memory.h says, the errors of ProcessGpu::Copy.
@@ -62,13 +70,17 @@ class LiveMemory final : public Memory {
 
  private:
   class PinnedSegment;
+  class DeviceSegment;
   struct Range {
     int64_t bytes = 0;
     std::shared_ptr<ProcessGpu> gpu;
   };
 
   // Null: host memory.
-  ProcessGpu* GpuOf(const void* address) const;
+  ProcessGpu* GpuOf(const void* address) const
+      ABSL_LOCKS_EXCLUDED(imported_mutex_);
+  absl::StatusOr<std::unique_ptr<Segment>> ImportDevice(
+      const MemoryTicket& ticket, absl::Duration timeout);
   absl::Status MakeBuffer();
   absl::Status CopyThrough(ProcessGpu* gpu, const CopyTask& task,
                            const CopyOptions& options, Digest* digest);
@@ -79,6 +91,10 @@ class LiveMemory final : public Memory {
   std::map<const char*, Range> ranges_;
   // Each once.
   std::vector<std::shared_ptr<ProcessGpu>> gpus_;
+
+  // Of DeviceSegments, which keep their GPU.
+  mutable absl::Mutex imported_mutex_;
+  std::map<const char*, Range> imported_ ABSL_GUARDED_BY(imported_mutex_);
 
   absl::Mutex buffer_mutex_;
   char* buffer_ ABSL_GUARDED_BY(buffer_mutex_) = nullptr;

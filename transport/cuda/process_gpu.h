@@ -51,10 +51,22 @@ class ProcessGpu {
   virtual absl::Status Pin(const char* data, int64_t bytes, bool read_only) = 0;
   virtual void Unpin(const char* data) = 0;
 
-  // Between this GPU and host memory. Returns when the bytes are in place, and
-  // not before what it has begun has ended, but for DEADLINE_EXCEEDED
-  // (DEVICE_STALLED): nothing has moved for `timeout`, and more may follow. The
-  // errors of CheckCuda.
+  // An allocation of another process on this GPU, to be read. Closed when
+  // nobody has it any more. NOT_FOUND (DEVICE_NOT_VISIBLE): it is of another
+  // GPU; FAILED_PRECONDITION (EXPORTER_DEAD, ALLOCATION_FREED, MIG_NO_IPC),
+  // INVALID_ARGUMENT (PAST_ALLOCATION), UNAVAILABLE (PROBE_FAILED): as of
+  // ImportCache.
+  struct Opened {
+    char* data = nullptr;
+    int64_t bytes = 0;
+  };
+  virtual absl::StatusOr<std::shared_ptr<const Opened>> Open(
+      const DeviceHandle& handle) = 0;
+
+  // Between this GPU and host memory, or within it. Returns when the bytes are
+  // in place, and not before what it has begun has ended, but for
+  // DEADLINE_EXCEEDED (DEVICE_STALLED): nothing has moved for `timeout`, and
+  // more may follow. The errors of CheckCuda.
   virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
                             absl::Duration timeout) = 0;
 };

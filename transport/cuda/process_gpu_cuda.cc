@@ -1,6 +1,8 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -11,6 +13,7 @@
 #include "glog/logging.h"
 #include "transport/cuda/cuda_error.h"
 #include "transport/cuda/device_handle.h"
+#include "transport/cuda/driver.h"
 #include "transport/cuda/late_cudart.h"
 #include "transport/cuda/process_gpu.h"
 #include "transport/error.h"
@@ -24,6 +27,8 @@ namespace {
 constexpr int64_t kMaxPitch = int64_t{1} << 30;
 // So many rows in one command.
 constexpr int64_t kMaxRows = 1 << 16;
+// Of the few bytes of a probe.
+constexpr absl::Duration kProbeTimeout = absl::Seconds(10);
 // How much is given to the GPU before it is waited for.
 constexpr int kMaxCommands = 1024;
 
@@ -101,6 +106,63 @@ class CudaProcessGpu final : public ProcessGpu {
     if (!status.ok()) LOG(WARNING) << status;
   }
 
+  absl::StatusOr<std::shared_ptr<const Opened>> Open(
+      const DeviceHandle& handle) override {
+    const OnDevice on(device_.ordinal);
+    if (!on.status().ok()) return on.status();
+    absl::Status status = CheckIpc(device_);
+    if (!status.ok()) return status;
+    if (handle.device_uuid != device_.uuid) {
+      return MakeError(absl::StatusCode::kNotFound, "DEVICE_NOT_VISIBLE",
+                       absl::StrCat("the memory lies on ", handle.device_uuid,
+                                    ", and is opened on ", device_.uuid));
+    }
+    const absl::StatusOr<void*> probe = OpenIpc(handle, handle.probe_ipc);
+    if (!probe.ok()) return probe.status();
+    std::array<char, 16> found = {};
+    CopyTask look;
+    look.src = static_cast<const char*>(*probe);
+    look.dst = found.data();
+    look.run_bytes = static_cast<int64_t>(found.size());
+    // Not on the stream that all others of the process wait for.
+    status = Copy({look}, kProbeTimeout);
+    cudaIpcCloseMemHandle(*probe);
+    if (!status.ok()) return status;
+    if (found != handle.nonce) {
+      return MakeError(
+          absl::StatusCode::kUnavailable, "PROBE_FAILED",
+          "the memory that the daemon has exported can be opened here, but it "
+          "is other memory: CUDA IPC does not work between these two "
+          "(containers?); start the daemon with --store=host");
+    }
+    const absl::StatusOr<void*> pointer = OpenIpc(handle, handle.ipc);
+    if (!pointer.ok()) return pointer.status();
+    // From here on it is closed by whoever lets it go.
+    std::shared_ptr<Opened> opened(
+        new Opened{static_cast<char*>(*pointer), handle.bytes},
+        [ordinal = device_.ordinal](const Opened* closed) {
+          const OnDevice on(ordinal);
+          const absl::Status status = CheckCuda(
+              cudaIpcCloseMemHandle(closed->data), "cudaIpcCloseMemHandle");
+          if (!status.ok()) LOG(WARNING) << status;
+          delete closed;
+        });
+    uint64_t base = 0;
+    const absl::StatusOr<const DriverApi*> driver = GetDriverApi();
+    status = driver.status();
+    int64_t room = 0;
+    if (status.ok()) status = (*driver)->AddressRange(*pointer, &base, &room);
+    if (!status.ok()) return status;
+    if (base != reinterpret_cast<uint64_t>(*pointer) || room < handle.bytes) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
+                       absl::StrCat("an allocation of ", handle.bytes,
+                                    " bytes was named, and the one that the "
+                                    "handle opens has ",
+                                    room));
+    }
+    return std::shared_ptr<const Opened>(std::move(opened));
+  }
+
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     absl::Duration timeout) override {
     const OnDevice on(device_.ordinal);
@@ -126,6 +188,25 @@ class CudaProcessGpu final : public ProcessGpu {
   }
 
  private:
+  static absl::StatusOr<void*> OpenIpc(const DeviceHandle& handle,
+                                       const std::array<char, 64>& ipc) {
+    cudaIpcMemHandle_t cuda_handle;
+    memcpy(&cuda_handle, ipc.data(), sizeof(cuda_handle));
+    void* pointer = nullptr;
+    const absl::Status status =
+        CheckCuda(cudaIpcOpenMemHandle(&pointer, cuda_handle,
+                                       cudaIpcMemLazyEnablePeerAccess),
+                  "cudaIpcOpenMemHandle");
+    if (status.ok()) return pointer;
+    if (ReasonOf(status) == "DEVICE_FAULT") return status;
+    const bool dead = StateOf(handle.exporter) == ProcessState::kDead;
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     dead ? "EXPORTER_DEAD" : "ALLOCATION_FREED",
+                     absl::StrCat("memory of process ", handle.exporter.pid,
+                                  dead ? ", which has ended," : "",
+                                  " cannot be opened: ", status.message()));
+  }
+
   absl::Status Submit(const CopyTask& task, size_t dim, char* dst,
                       const char* src, absl::Duration timeout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
@@ -182,7 +263,7 @@ class CudaProcessGpu final : public ProcessGpu {
     while (true) {
       const cudaError_t error = cudaStreamQuery(stream_);
       if (error != cudaErrorNotReady)
-        return CheckCuda(error, "a copy between host and GPU");
+        return CheckCuda(error, "a copy to or from a GPU");
       const absl::Duration waited = absl::Now() - start;
       if (waited > timeout) {
         return MakeError(absl::StatusCode::kDeadlineExceeded, "DEVICE_STALLED",

@@ -62,6 +62,9 @@ class FaultyMemory final : public Memory {
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
+  std::string DeviceOf(const char* address) const override {
+    return base_->DeviceOf(address);
+  }
   absl::Status Read(const char* from, absl::Span<char> to) override {
     return base_->Read(from, to);
   }

@@ -10,6 +10,10 @@ namespace transport {
 
 absl::StatusOr<std::unique_ptr<Segment>> HostMemory::Allocate(
     int64_t bytes, const AllocateOptions& options) {
+  if (!options.device_uuid.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "WRONG_MEMORY_KIND",
+                     "there are no GPUs here");
+  }
   Arena::CreateOptions create;
   create.name = options.name;
   create.generation_slots = options.generation_slots;

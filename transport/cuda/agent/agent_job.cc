@@ -16,7 +16,7 @@ absl::Status Malformed() {
 
 std::string AgentPack::Encode() const {
   AgentWriter out;
-  out.Put(bucket_bytes).Put(frame_bytes).Put(slot).Put(to_host).Put(host);
+  out.Put(bucket_bytes).Put(frame_bytes).Put(bucket).Put(to_host).Put(host);
   out.Put(static_cast<uint64_t>(pieces.size()));
   for (const AgentPiece& piece : pieces) {
     const CopyTask& copy = piece.copy;
@@ -33,7 +33,7 @@ absl::StatusOr<AgentPack> AgentPack::Decode(absl::string_view bytes) {
   AgentPack pack;
   pack.bucket_bytes = in.Get<int64_t>();
   pack.frame_bytes = in.Get<int64_t>();
-  pack.slot = in.Get<uint64_t>();
+  pack.bucket = in.Get<AgentPlace>();
   pack.to_host = in.Get<bool>();
   pack.host = in.Get<AgentPlace>();
   const uint64_t count = in.Get<uint64_t>();

@@ -21,9 +21,10 @@ namespace cuda {
 // A place in memory that an agent can reach. Agents know memory by number, not
 // by address: an address means nothing in another process.
 struct AgentPlace {
-  enum class Kind : uint32_t { kImport, kSlot, kHost };
+  enum class Kind : uint32_t { kImport, kSlot, kHost, kStore };
   Kind kind = Kind::kSlot;
-  uint64_t id = 0;  // of an import or of host memory; a slot's index
+  // Of an import, of host memory or of a part of the store; a slot's index.
+  uint64_t id = 0;
   int64_t offset = 0;
 };
 
@@ -35,15 +36,15 @@ struct AgentPiece {
   DeviceCast cast = DeviceCast::kNone;  // not kBF16ToF8E4M3
 };
 
-// Fill one bucket: in a slot, and from there, frame by frame, in host memory
-// where there is any.
+// Fill one bucket: in the store, or in a slot, and from there, frame by frame,
+// in host memory where there is any.
 struct AgentPack {
   int64_t bucket_bytes = 0;
   int64_t frame_bytes = kFrameBytes;
-  uint64_t slot = 0;
+  AgentPlace bucket;  // kSlot or kStore
   bool to_host = false;
   AgentPlace host;
-  std::vector<AgentPiece> pieces;  // by offset
+  std::vector<AgentPiece> pieces;  // by offset; of a kDigest: only to be read
 
   std::string Encode() const;
   static absl::StatusOr<AgentPack> Decode(absl::string_view bytes);
@@ -88,6 +89,7 @@ struct AgentConfig {
 
 struct AgentUsage {
   int64_t slots_bytes = 0;
+  int64_t store_bytes = 0;
   int64_t scratch_bytes = 0;
   int64_t free_bytes = 0;  // of the whole GPU
   int64_t total_bytes = 0;

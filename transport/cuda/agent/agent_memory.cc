@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "glog/logging.h"
+#include "transport/cuda/agent/agent_memory_segment.h"
 #include "transport/cuda/launch_table.h"
 #include "transport/error.h"
 
@@ -270,53 +271,9 @@ absl::StatusOr<AgentMemory::SlotLease> AgentMemory::TakeSlot(Gpu* gpu) {
 
 // ---- Segments ----
 
-// An arena that agents may have pinned.
-class AgentMemory::ArenaSegment final : public Segment {
- public:
-  ArenaSegment(AgentMemory* memory, std::unique_ptr<Segment> base)
-      : memory_(memory), base_(std::move(base)) {}
-  ~ArenaSegment() override {
-    std::vector<std::pair<DeviceAgent*, Gpu::Pinned>> pinned;
-    {
-      absl::MutexLock lock(&memory_->mutex_);
-      memory_->arenas_.erase(base_->data());
-      for (const auto& [uuid, gpu] : memory_->gpus_) {
-        const auto at = gpu->pinned.find(base_->data());
-        if (at == gpu->pinned.end()) continue;
-        pinned.emplace_back(gpu->agent, at->second);
-        gpu->pinned.erase(at);
-      }
-    }
-    for (const auto& [agent, what] : pinned) {
-      memory_->Later([agent = agent, what = what] {
-        const absl::Status status =
-            agent->UnmapHost(what.epoch, what.host, kCloseDeadline);
-        if (!status.ok()) LOG(INFO) << "unpinning: " << status;
-      });
-    }
-  }
-  const Segment& base() const { return *base_; }
-
-  MemoryKind kind() const override { return base_->kind(); }
-  char* data() const override { return base_->data(); }
-  int64_t bytes() const override { return base_->bytes(); }
-  bool writable() const override { return base_->writable(); }
-  int file(int64_t* offset) const override { return base_->file(offset); }
-  int generation_slots() const override { return base_->generation_slots(); }
-  uint64_t Generation(int slot) const override {
-    return base_->Generation(slot);
-  }
-  uint64_t AdvanceGeneration(int slot) override {
-    return base_->AdvanceGeneration(slot);
-  }
-
- private:
-  AgentMemory* const memory_;
-  const std::unique_ptr<Segment> base_;
-};
-
 absl::StatusOr<std::unique_ptr<Segment>> AgentMemory::Allocate(
     int64_t bytes, const AllocateOptions& options) {
+  if (!options.device_uuid.empty()) return AllocateOnDevice(bytes, options);
   // Of a client: it is read where it lies.
   if (options.generation_slots == 0) return host_->Allocate(bytes, options);
   AllocateOptions shared = options;
@@ -342,20 +299,16 @@ absl::StatusOr<std::unique_ptr<Segment>> AgentMemory::Allocate(
   return std::unique_ptr<Segment>(std::move(segment));
 }
 
-absl::StatusOr<MemoryTicket> AgentMemory::Export(const Segment& segment,
-                                                 const ExportOptions& options) {
-  const auto* arena = dynamic_cast<const ArenaSegment*>(&segment);
-  if (arena == nullptr) return host_->Export(segment, options);
-  if (!options.read_only) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "READ_ONLY",
-                     "the store is for others to read");
-  }
-  return host_->Export(arena->base(), options);
-}
-
 absl::StatusOr<AgentPlace> AgentMemory::PlaceOf(Gpu* gpu, uint64_t epoch,
                                                 const char* address,
                                                 int64_t bytes) {
+  int64_t at_offset = 0;
+  const DeviceInfo device = FindDevice(address, &at_offset);
+  if (device.gpu != nullptr) {
+    if (device.gpu != gpu)
+      return BadCopy("this node copies nothing between its GPUs");
+    return DevicePlaceOf(device, at_offset, bytes);
+  }
   absl::MutexLock pinning(&gpu->pin_mutex);
   const char* begin = nullptr;
   ArenaInfo arena;
@@ -406,11 +359,12 @@ absl::Status AgentMemory::PinAll(Gpu* gpu, uint64_t epoch) {
 // ---- Packs ----
 
 absl::Status AgentMemory::PackOn(
-    Gpu* gpu, const SlotLease& lease, const PackRequest& request,
+    Gpu* gpu, const AgentPlace& bucket, const PackRequest& request,
     const Regions& regions, bool to_host,
     std::function<void(int64_t, int64_t, absl::Span<const Digest>)> on_frames,
     uint64_t* epoch) {
-  if (request.bucket_bytes > slot_bytes_) {
+  if (bucket.kind == AgentPlace::Kind::kSlot &&
+      request.bucket_bytes > slot_bytes_) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, "SLOT_TOO_SMALL",
         absl::StrCat("a bucket of ", request.bucket_bytes,
@@ -424,7 +378,7 @@ absl::Status AgentMemory::PackOn(
   AgentPack pack;
   pack.bucket_bytes = request.bucket_bytes;
   pack.frame_bytes = request.frame_bytes;
-  pack.slot = lease.slot();
+  pack.bucket = bucket;
   pack.to_host = to_host;
   if (to_host) {
     const absl::StatusOr<AgentPlace> place =
@@ -455,6 +409,10 @@ absl::Status AgentMemory::Pack(const PackRequest& request, PackResult* result) {
   std::vector<Gpu*> gpus;
   bool host = false;
   for (const PackPiece& piece : request.pieces) {
+    if (piece.copy.bytes() == 0) {
+      regions.push_back(nullptr);
+      continue;
+    }
     regions.push_back(FindRegion(piece.copy.src));
     if (regions.back() == nullptr) {
       host = true;
@@ -463,16 +421,36 @@ absl::Status AgentMemory::Pack(const PackRequest& request, PackResult* result) {
     if (std::find(gpus.begin(), gpus.end(), regions.back()->gpu_) == gpus.end())
       gpus.push_back(regions.back()->gpu_);
   }
-  if (gpus.empty()) return host_->Pack(request, result);
+  int64_t offset = 0;
+  const DeviceInfo device = FindDevice(request.bucket, &offset);
+  const bool on_device = device.gpu != nullptr;
+  if (gpus.empty() && !on_device) return host_->Pack(request, result);
   absl::Status status = CheckPack(request);
   if (!status.ok()) return status;
+  if (on_device && (host || gpus.size() != 1 || gpus[0] != device.gpu)) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+                     absl::StrCat("a bucket is to lie on ", device.gpu->uuid,
+                                  ", and its tensors do not all lie there any "
+                                  "more: publish again"));
+  }
   if (host || gpus.size() > 1) return PackMixed(request, regions, gpus, result);
-  const absl::StatusOr<SlotLease> lease = TakeSlot(gpus[0]);
-  if (!lease.ok()) return lease.status();
+  AgentPlace bucket;
+  absl::optional<SlotLease> lease;
+  if (on_device) {
+    const absl::StatusOr<AgentPlace> place =
+        DevicePlaceOf(device, offset, request.bucket_bytes);
+    if (!place.ok()) return place.status();
+    bucket = *place;
+  } else {
+    absl::StatusOr<SlotLease> taken = TakeSlot(gpus[0]);
+    if (!taken.ok()) return taken.status();
+    lease.emplace(*std::move(taken));
+    bucket = {AgentPlace::Kind::kSlot, lease->slot(), 0};
+  }
   std::vector<Digest> frames;
   uint64_t epoch;
   status = PackOn(
-      gpus[0], *lease, request, regions, /*to_host=*/true,
+      gpus[0], bucket, request, regions, /*to_host=*/!on_device,
       [&](int64_t first, int64_t last, absl::Span<const Digest> digests) {
         frames.insert(frames.end(), digests.begin(), digests.end());
         if (request.on_frames != nullptr)
@@ -505,8 +483,9 @@ absl::Status AgentMemory::PackMixed(const PackRequest& request,
     const absl::StatusOr<SlotLease> lease = TakeSlot(gpu);
     if (!lease.ok()) return lease.status();
     uint64_t epoch;
-    absl::Status status = PackOn(gpu, *lease, request, regions,
-                                 /*to_host=*/g == 0, add, &epoch);
+    absl::Status status =
+        PackOn(gpu, {AgentPlace::Kind::kSlot, lease->slot(), 0}, request,
+               regions, /*to_host=*/g == 0, add, &epoch);
     if (!status.ok()) return status;
     if (g == 0) continue;
     const absl::StatusOr<AgentPlace> place =
@@ -565,11 +544,22 @@ absl::Status AgentMemory::PackMixed(const PackRequest& request,
 absl::Status AgentMemory::Copy(absl::Span<const CopyTask> tasks,
                                const CopyOptions& options, Digest* digest) {
   std::vector<CopyTask> here;
+  std::vector<const CopyTask*> on_device;
   std::map<Gpu*, std::pair<std::vector<CopyTask>, Regions>> there;
   for (const CopyTask& task : tasks) {
     if (task.dst != nullptr && FindRegion(task.dst) != nullptr)
       return BadCopy("nobody copies into a trainer's memory");
+    int64_t offset = 0;
+    if (FindDevice(task.src, &offset).gpu != nullptr) {
+      on_device.push_back(&task);
+      continue;
+    }
     std::shared_ptr<const Region> region = FindRegion(task.src);
+    if (region == nullptr && task.dst != nullptr &&
+        FindDevice(task.dst, &offset).gpu != nullptr) {
+      on_device.push_back(&task);
+      continue;
+    }
     if (region == nullptr) {
       here.push_back(task);
       continue;
@@ -582,8 +572,14 @@ absl::Status AgentMemory::Copy(absl::Span<const CopyTask> tasks,
       regions.push_back(region);
     }
   }
-  if (there.empty()) return host_->Copy(tasks, options, digest);
+  if (there.empty() && on_device.empty())
+    return host_->Copy(tasks, options, digest);
   Digest sum;
+  if (!on_device.empty()) {
+    const absl::Status status =
+        CopyOnDevice(on_device, digest == nullptr ? nullptr : &sum);
+    if (!status.ok()) return status;
+  }
   if (!here.empty()) {
     const absl::Status status =
         host_->Copy(here, options, digest == nullptr ? nullptr : &sum);
@@ -621,7 +617,8 @@ absl::Status AgentMemory::CopyFrom(Gpu* gpu, absl::Span<const CopyTask> tasks,
     request.pieces = pieces;
     uint64_t epoch;
     absl::Status status = PackOn(
-        gpu, *lease, request, of_pieces, /*to_host=*/false,
+        gpu, {AgentPlace::Kind::kSlot, lease->slot(), 0}, request, of_pieces,
+        /*to_host=*/false,
         [digest](int64_t, int64_t, absl::Span<const Digest> digests) {
           for (const Digest& frame : digests) *digest += frame;
         },

@@ -32,6 +32,12 @@ namespace cuda {
 // regions are done by the device agent of the GPU, into the same segments:
 // through one of its slots, and from there by copy engine.
 //
+// Segments of a GPU (AllocateOptions::device_uuid) are memory of its agent, and
+// end with it; their addresses are names, too. Buckets are packed into one
+// without a slot, out of regions of the same GPU; whole stretches are copied
+// between them and the other segments; nothing else. Others import one as
+// CudaMemory and LiveMemory do, by a ticket of its control.
+//
 // Segments with generations (the store's) are mapped and pinned by each agent
 // that has opened a region, once. They are not sealed against writers
 // (AllocateOptions::others_read_only): an agent is another process, and must
@@ -72,30 +78,34 @@ class AgentMemory final : public Memory {
   absl::StatusOr<MemoryTicket> Export(const Segment& segment,
                                       const ExportOptions& options) override;
   void Withdraw(const MemoryTicket& ticket) override {
-    host_->Withdraw(ticket);
+    MemoryTicket control = ticket;
+    control.kind = MemoryKind::kHost;
+    host_->Withdraw(control);
   }
   absl::StatusOr<std::unique_ptr<Segment>> Import(
       const MemoryTicket& ticket, absl::Duration timeout) override {
     return host_->Import(ticket, timeout);
   }
+  std::string DeviceOf(const char* address) const override
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // Out of regions: DATA_LOSS (SOURCE_MEMORY_LOST) where a region cannot be
   // opened again by an agent that was started anew; INTERNAL (DEVICE_FAULT),
   // UNAVAILABLE (DEVICE_AGENT_LOST), DEADLINE_EXCEEDED (DEVICE_AGENT_HUNG,
   // DEVICE_BUSY: no slot became free), FAILED_PRECONDITION (SLOT_TOO_SMALL).
   // Then nothing of an agent writes to `dst` any more. Nobody copies into a
-  // region: INVALID_ARGUMENT (BAD_COPY).
+  // region: INVALID_ARGUMENT (BAD_COPY). Of a GPU's segment also UNAVAILABLE
+  // (DEVICE_STORE_LOST): its agent has ended; FAILED_PRECONDITION
+  // (OTHER_DEVICE): what is packed lies elsewhere.
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
-  absl::Status Read(const char* from, absl::Span<char> to) override {
-    return host_->Read(from, to);
-  }
-  absl::Status Write(absl::Span<const char> from, char* to) override {
-    return host_->Write(from, to);
-  }
+  absl::Status Read(const char* from, absl::Span<char> to) override;
+  // Not into GPU memory: INVALID_ARGUMENT (BAD_COPY).
+  absl::Status Write(absl::Span<const char> from, char* to) override;
 
  private:
   class ArenaSegment;
+  class DeviceSegment;
   class SlotLease;
 
   // What an agent has of ours.
@@ -115,6 +125,14 @@ class AgentMemory final : public Memory {
     int64_t bytes = 0;
   };
 
+  // A segment of a GPU.
+  struct DeviceInfo {
+    int64_t bytes = 0;
+    Gpu* gpu = nullptr;
+    uint64_t epoch = 0;
+    uint64_t store = 0;  // the agent's name for it
+  };
+
   Gpu* GpuOf(DeviceAgent* agent, const std::string& uuid)
       ABSL_LOCKS_EXCLUDED(mutex_);
   std::shared_ptr<const Region> FindRegion(const char* address) const
@@ -126,14 +144,27 @@ class AgentMemory final : public Memory {
   absl::StatusOr<AgentPlace> PlaceOf(Gpu* gpu, uint64_t epoch,
                                      const char* address, int64_t bytes);
   absl::Status PinAll(Gpu* gpu, uint64_t epoch);
+  // ---- Segments of GPUs: agent_memory_device.cc ----
+  absl::StatusOr<std::unique_ptr<Segment>> AllocateOnDevice(
+      int64_t bytes, const AllocateOptions& options);
+  // The segment of a GPU that `address` is in. gpu null: in none.
+  DeviceInfo FindDevice(const char* address, int64_t* offset) const
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // Of the agent that has it now; DEVICE_STORE_LOST where that has ended.
+  absl::StatusOr<AgentPlace> DevicePlaceOf(const DeviceInfo& device,
+                                           int64_t offset, int64_t bytes) const;
+  // Stretches of bytes of which one side is a GPU's segment; or only their
+  // digest.
+  absl::Status CopyOnDevice(absl::Span<const CopyTask* const> tasks,
+                            Digest* digest);
   // After a call that an agent has not answered: until it has ended, so that
   // nothing of it writes to our memory.
   void AwaitEnd(const Gpu& gpu, uint64_t epoch, const absl::Status& status);
 
   using Regions = std::vector<std::shared_ptr<const Region>>;
-  // Of a request, those pieces whose region is of `gpu`, into `lease`'s slot.
+  // Of a request, those pieces whose region is of `gpu`, into `bucket`.
   absl::Status PackOn(
-      Gpu* gpu, const SlotLease& lease, const PackRequest& request,
+      Gpu* gpu, const AgentPlace& bucket, const PackRequest& request,
       const Regions& regions, bool to_host,
       std::function<void(int64_t, int64_t, absl::Span<const Digest>)> on_frames,
       uint64_t* epoch);
@@ -156,6 +187,7 @@ class AgentMemory final : public Memory {
   std::map<const char*, ArenaInfo> arenas_ ABSL_GUARDED_BY(mutex_);
   std::map<const char*, std::weak_ptr<const Region>> regions_
       ABSL_GUARDED_BY(mutex_);
+  std::map<const char*, DeviceInfo> devices_ ABSL_GUARDED_BY(mutex_);
   // What must not keep anybody waiting.
   std::deque<std::function<void()>> later_ ABSL_GUARDED_BY(mutex_);
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;

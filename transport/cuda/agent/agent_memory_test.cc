@@ -327,6 +327,174 @@ TEST_F(AgentMemoryTest, CopiesGoIntoTheStoreRowByRow) {
   Close({&region});
 }
 
+TEST_F(AgentMemoryTest, ASegmentOfAGpuIsPackedReadAndEndsWithItsAgent) {
+  Start();
+  Trainer trainer;
+  auto region = Open(trainer);
+  ASSERT_NE(region, nullptr);
+  const std::string uuid = trainer.handle().device_uuid;
+  AllocateOptions where;
+  where.name = "device store";
+  where.generation_slots = 4;
+  where.device_uuid = uuid;
+  // More than the GPU has, with the sums.
+  const auto refused = memory_->Allocate(int64_t{1} << 40, where);
+  EXPECT_EQ(ReasonOf(refused.status()), "NO_MEMORY_FOR_ARENA");
+  auto store = memory_->Allocate(kSlotBytes * 2, where);
+  ASSERT_TRUE(store.ok()) << store.status();
+  EXPECT_EQ((*store)->kind(), MemoryKind::kCuda);
+  EXPECT_EQ((*store)->device_uuid(), uuid);
+  EXPECT_EQ(memory_->DeviceOf((*store)->data() + 17), uuid);
+  EXPECT_EQ(memory_->DeviceOf(region->data()), uuid);
+  const std::unique_ptr<Segment> arena = Arena(4 << 20);
+  EXPECT_EQ(memory_->DeviceOf(arena->data()), "");
+
+  // A pack without a slot: more than one holds.
+  const std::string bytes = RandomBytes(kBytes, 5);
+  const int64_t kBucket = kSlotBytes + 4096;
+  char* const bucket = (*store)->data() + 8192;
+  std::vector<PackPiece> pieces = {Piece(0, region->data(), 400000, 1),
+                                   Piece(1000000, region->data(), 52000, 2)};
+  PackRequest request;
+  request.bucket = bucket;
+  request.bucket_bytes = kBucket;
+  request.pieces = pieces;
+  int64_t told = 0;
+  request.on_frames = [&](int64_t first, int64_t last,
+                          absl::Span<const Digest>) {
+    EXPECT_EQ(first, told);
+    told = last;
+  };
+  PackResult got;
+  absl::Status status = memory_->Pack(request, &got);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(told, static_cast<int64_t>(got.frames.size()));
+  std::vector<char> expected(static_cast<size_t>(kBucket));
+  for (PackPiece& piece : pieces)
+    piece.copy.src = bytes.data() + (piece.copy.src - region->data());
+  request.pieces = pieces;
+  request.bucket = expected.data();
+  request.on_frames = nullptr;
+  PackResult want;
+  ASSERT_TRUE(host_->Pack(request, &want).ok());
+  EXPECT_EQ(got.frames, want.frames);
+
+  // Down to the host, up to another place, and digested there.
+  CopyTask down;
+  down.src = bucket;
+  down.dst = arena->data() + 4096;
+  down.run_bytes = kBucket;
+  status = memory_->Copy({down}, CopyOptions(), nullptr);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(memcmp(down.dst, expected.data(), expected.size()), 0);
+  CopyTask up = down;
+  up.src = down.dst;
+  up.dst = (*store)->data();
+  status = memory_->Copy({up}, CopyOptions(), nullptr);
+  ASSERT_TRUE(status.ok()) << status;
+  Digest there, here;
+  CopyTask digested = pieces[0].copy;
+  digested.src = (*store)->data();
+  status = memory_->Copy({digested}, CopyOptions(), &there);
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(host_->Copy({pieces[0].copy}, CopyOptions(), &here).ok());
+  EXPECT_EQ(there, here);
+  std::string read(1 << 20, '\0');
+  read.resize(static_cast<size_t>(kBucket));
+  status = memory_->Read((*store)->data(), absl::MakeSpan(&read[0], kBucket));
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(read, std::string(expected.begin(), expected.end()));
+
+  // Nothing is copied that this does not name, and no other GPU's.
+  CopyTask rows = down;
+  rows.run_bytes = 10;
+  rows.dims.push_back({2, 100, 100, 0});
+  EXPECT_EQ(ReasonOf(memory_->Copy({rows}, CopyOptions(), nullptr)),
+            "BAD_COPY");
+  down.run_bytes = 4 * kSlotBytes;
+  EXPECT_EQ(ReasonOf(memory_->Copy({down}, CopyOptions(), nullptr)),
+            "BAD_COPY");
+  EXPECT_EQ(ReasonOf(memory_->Write("x", (*store)->data())), "BAD_COPY");
+  {
+    Trainer other(1);
+    auto far = Open(other);
+    const std::vector<PackPiece> from_far = {Piece(0, far->data(), 1000, 1)};
+    request.pieces = from_far;
+    request.bucket = bucket;
+    EXPECT_EQ(ReasonOf(memory_->Pack(request, nullptr)), "OTHER_DEVICE");
+    const std::string mine(1000, 'm');
+    const std::vector<PackPiece> from_here = {Piece(0, mine.data(), 1000, 1)};
+    request.pieces = from_here;
+    EXPECT_EQ(ReasonOf(memory_->Pack(request, nullptr)), "OTHER_DEVICE");
+    Close({&far});
+  }
+
+  // Another opens it by its ticket, and sees the generations.
+  ExportOptions to_read;
+  EXPECT_EQ(ReasonOf(memory_->Export(**store, to_read).status()), "READ_ONLY");
+  to_read.read_only = true;
+  const auto ticket = memory_->Export(**store, to_read);
+  ASSERT_TRUE(ticket.ok()) << ticket.status();
+  EXPECT_EQ(ticket->kind, MemoryKind::kCuda);
+  EXPECT_EQ(ticket->bytes, 2 * kSlotBytes);
+  {
+    CudaMemory::Options options;
+    options.device_uuid = uuid;
+    auto opener = CudaMemory::Create(host_.get(), options);
+    ASSERT_TRUE(opener.ok()) << opener.status();
+    auto imported = (*opener)->Import(*ticket, absl::Seconds(5));
+    ASSERT_TRUE(imported.ok()) << imported.status();
+    EXPECT_EQ((*imported)->generation_slots(), 4);
+    const uint64_t before = (*imported)->Generation(2);
+    (*store)->AdvanceGeneration(2);
+    EXPECT_EQ((*imported)->Generation(2), before + 1);
+    // It was copied there last.
+    std::string seen(1000, '\0');
+    ASSERT_TRUE(
+        (*opener)
+            ->Read((*imported)->data(), absl::MakeSpan(&seen[0], seen.size()))
+            .ok());
+    EXPECT_EQ(seen, bytes.substr(0, 1000));
+  }
+  const auto usage = [&] { return agents_->Reports()[0].usage; };
+  for (int i = 0; i < 500 && usage().store_bytes == 0; ++i)
+    absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_EQ(usage().store_bytes, 2 * kSlotBytes);
+  EXPECT_EQ(usage().slots_bytes, 2 * kSlotBytes);
+  // What is freed is given back, and the sums with it.
+  *store = nullptr;
+  for (int i = 0; i < 500 && usage().store_bytes != 0; ++i)
+    absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_EQ(usage().store_bytes, 0);
+  EXPECT_EQ(usage().slots_bytes, 2 * kSlotBytes);
+
+  store = memory_->Allocate(kSlotBytes, where);
+  ASSERT_TRUE(store.ok()) << store.status();
+  std::atomic<int> lost{0};
+  agents_->OnLost([&](const std::string& gone) {
+    EXPECT_EQ(gone, uuid);
+    ++lost;
+  });
+  kill(AgentPid(trainer), SIGKILL);
+  for (int i = 0; i < 500 && lost == 0; ++i)
+    absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_EQ(lost, 1);
+  down.run_bytes = 1000;
+  down.src = (*store)->data();
+  EXPECT_EQ(ReasonOf(memory_->Copy({down}, CopyOptions(), nullptr)),
+            "DEVICE_STORE_LOST");
+  // Its generations are still there to be moved on.
+  const uint64_t before = (*store)->Generation(1);
+  EXPECT_EQ((*store)->AdvanceGeneration(1), before + 1);
+  agents_->OnLost(nullptr);
+  // And the next life has memory of its own.
+  auto next = memory_->Allocate(kSlotBytes, where);
+  ASSERT_TRUE(next.ok()) << next.status();
+  *next = nullptr;
+  *store = nullptr;
+  Close({&region});
+}
+
 TEST_F(AgentMemoryTest, AnAgentThatDiesIsAskedAgainInItsNextLife) {
   Start();
   Trainer trainer;

@@ -23,7 +23,9 @@
 #include "glog/logging.h"
 #include "transport/cuda/agent/agent_job.h"
 #include "transport/cuda/agent/agent_wire.h"
+#include "transport/cuda/agent/device_agent.h"
 #include "transport/cuda/cuda_memory.h"
+#include "transport/cuda/segment_control.h"
 #include "transport/error.h"
 #include "transport/host/host_memory.h"
 #include "transport/nccl/nccl_channel.h"
@@ -149,6 +151,7 @@ class AgentServer {
       nccl_.reset();
       imports_.clear();
       hosts_.clear();
+      stores_.clear();
     }
     slots_.clear();
     memory_.reset();
@@ -247,6 +250,25 @@ class AgentServer {
       case AgentMessage::kExportSlot:
         status = ExportSlot(&in, &out);
         break;
+      case AgentMessage::kMakeStore:
+        status = MakeStore(&in, &out);
+        break;
+      case AgentMessage::kFreeStore: {
+        // Whoever works on it keeps it until it has done so.
+        std::shared_ptr<Segment> gone;
+        absl::MutexLock lock(&mutex_);
+        const auto at = stores_.find(in.Get<uint64_t>());
+        if (at == stores_.end()) break;
+        gone = std::move(at->second);
+        stores_.erase(at);
+        break;
+      }
+      case AgentMessage::kDigest:
+        status = DigestOf(request.payload, &out);
+        break;
+      case AgentMessage::kRead:
+        status = ReadBytes(&in, &out);
+        break;
       case AgentMessage::kChannelNew:
         status = NewChannel(&out);
         break;
@@ -325,6 +347,9 @@ class AgentServer {
       if (!segment.ok()) return segment.status();
       slots.push_back(*std::move(segment));
     }
+    const absl::StatusOr<CudaMemory::Usage> usage = (*memory)->GetUsage();
+    if (!usage.ok()) return usage.status();
+    slots_segments_bytes_ = usage->segments_bytes;
     memory_ = *std::move(memory);
     slots_ = std::move(slots);
     nccl_options_.library = config->nccl_library;
@@ -348,7 +373,9 @@ class AgentServer {
     const absl::StatusOr<CudaMemory::Usage> usage = memory_->GetUsage();
     if (!usage.ok()) return usage.status();
     AgentUsage told;
-    told.slots_bytes = usage->segments_bytes;
+    for (const auto& slot : slots_) told.slots_bytes += slot->bytes();
+    // Also what is freed and open elsewhere.
+    told.store_bytes = usage->segments_bytes - slots_segments_bytes_;
     told.scratch_bytes = usage->scratch_bytes;
     told.free_bytes = usage->free_bytes;
     told.total_bytes = usage->total_bytes;
@@ -392,6 +419,12 @@ class AgentServer {
       base = at->second->data;
       room = at->second->bytes;
       keep->push_back(at->second);
+    } else if (place.kind == AgentPlace::Kind::kStore) {
+      const auto at = stores_.find(place.id);
+      if (at == stores_.end()) return BadJob("a store that is not there");
+      base = at->second->data();
+      room = at->second->bytes();
+      keep->push_back(at->second);
     } else {
       const auto at = hosts_.find(place.id);
       if (at == hosts_.end()) return BadJob("host memory that is not mapped");
@@ -413,8 +446,11 @@ class AgentServer {
     if (!job.ok()) return job.status();
     std::vector<std::shared_ptr<const void>> keep;
     PackRequest request;
-    const absl::StatusOr<char*> bucket = Resolve(
-        {AgentPlace::Kind::kSlot, job->slot, 0}, job->bucket_bytes, &keep);
+    if (job->bucket.kind != AgentPlace::Kind::kSlot &&
+        job->bucket.kind != AgentPlace::Kind::kStore)
+      return BadJob("a bucket is packed in a slot or in the store");
+    const absl::StatusOr<char*> bucket =
+        Resolve(job->bucket, job->bucket_bytes, &keep);
     if (!bucket.ok()) return bucket.status();
     char* host = nullptr;
     if (job->to_host) {
@@ -467,6 +503,62 @@ class AgentServer {
     if (status.ok()) status = copied;
     if (status.ok()) out->Put(result.bucket);
     return status;
+  }
+
+  absl::Status DigestOf(absl::string_view payload, AgentWriter* out) {
+    const absl::StatusOr<AgentPack> job = AgentPack::Decode(payload);
+    if (!job.ok()) return job.status();
+    std::vector<std::shared_ptr<const void>> keep;
+    std::vector<CopyTask> tasks;
+    for (const AgentPiece& piece : job->pieces) {
+      const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
+      if (!source.ok()) return source.status();
+      tasks.push_back(piece.copy);
+      tasks.back().src = *source;
+      tasks.back().dst = nullptr;
+    }
+    Digest digest;
+    const absl::Status status = memory_->Copy(tasks, CopyOptions(), &digest);
+    if (status.ok()) out->Put(digest);
+    return status;
+  }
+
+  absl::Status ReadBytes(AgentReader* in, AgentWriter* out) {
+    const AgentPlace place = in->Get<AgentPlace>();
+    const int64_t bytes = in->Get<int64_t>();
+    if (bytes < 0 || bytes > DeviceAgent::kMaxReadBytes)
+      return BadJob("too much to be read at once");
+    std::vector<std::shared_ptr<const void>> keep;
+    const absl::StatusOr<char*> from = Resolve(place, bytes, &keep);
+    if (!from.ok()) return from.status();
+    if (place.kind == AgentPlace::Kind::kHost)
+      return BadJob("host memory is read by who has it");
+    std::string read(static_cast<size_t>(bytes), '\0');
+    const absl::Status status = memory_->Read(
+        *from, absl::MakeSpan(&read[0], static_cast<size_t>(bytes)));
+    if (status.ok()) out->PutString(read);
+    return status;
+  }
+
+  absl::Status MakeStore(AgentReader* in, AgentWriter* out) {
+    const int64_t bytes = in->Get<int64_t>();
+    AllocateOptions options;
+    options.generation_slots = in->Get<int32_t>();
+    options.name = in->GetString();
+    if (!in->ok()) return absl::OkStatus();
+    absl::StatusOr<std::unique_ptr<Segment>> segment =
+        memory_->Allocate(bytes, options);
+    if (!segment.ok()) return segment.status();
+    ExportOptions to_daemon;
+    to_daemon.pid = getppid();
+    const absl::StatusOr<MemoryTicket> ticket =
+        memory_->Export(**segment, to_daemon);
+    if (!ticket.ok()) return ticket.status();
+    absl::MutexLock lock(&mutex_);
+    out->Put(++next_id_).Put(static_cast<int64_t>(sizeof(SegmentControl)));
+    out->PutString(ticket->address).PutString(ticket->token);
+    stores_[next_id_] = *std::move(segment);
+    return absl::OkStatus();
   }
 
   absl::Status Copy(AgentReader* in) {
@@ -595,12 +687,14 @@ class AgentServer {
   // Set once, before any request but kConfigure is handled.
   std::unique_ptr<CudaMemory> memory_;
   std::vector<std::unique_ptr<Segment>> slots_;
+  int64_t slots_segments_bytes_ = 0;  // of slots_, as allocated
 
   absl::Mutex mutex_;
   uint64_t next_id_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<uint64_t, std::shared_ptr<const ImportedAllocation>> imports_
       ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::shared_ptr<HostMap>> hosts_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, std::shared_ptr<Segment>> stores_ ABSL_GUARDED_BY(mutex_);
   nccl::NcclOptions nccl_options_;  // set by kConfigure
   std::unique_ptr<nccl::NcclDevice> nccl_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::shared_ptr<Channel>> channels_

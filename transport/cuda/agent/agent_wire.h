@@ -35,6 +35,10 @@ enum class AgentMessage : uint32_t {
   kCopy,
   kExportSlot,
   kAdvanceSlot,
+  kMakeStore,  // memory of the GPU that lasts
+  kFreeStore,
+  kDigest,
+  kRead,  // a few bytes of GPU memory
   kChannelNew,
   kChannelOffer,
   kChannelAccept,

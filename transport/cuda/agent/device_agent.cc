@@ -433,6 +433,54 @@ absl::Status DeviceAgent::Copy(uint64_t epoch,
   return Ask(epoch, AgentMessage::kCopy, out.bytes(), -1, deadline).status();
 }
 
+absl::StatusOr<Digest> DeviceAgent::DigestOf(uint64_t epoch,
+                                             const AgentPack& pack,
+                                             absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kDigest, pack.Encode(), -1, deadline);
+  if (!answer.ok()) return answer.status();
+  return AgentReader(*answer).Get<Digest>();
+}
+
+absl::StatusOr<std::string> DeviceAgent::ReadBytes(uint64_t epoch,
+                                                   const AgentPlace& from,
+                                                   int64_t bytes,
+                                                   absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kRead,
+          AgentWriter().Put(from).Put(bytes).bytes(), -1, deadline);
+  if (!answer.ok()) return answer.status();
+  return AgentReader(*answer).GetString();
+}
+
+absl::StatusOr<DeviceAgent::StorePart> DeviceAgent::MakeStore(
+    uint64_t epoch, int64_t bytes, int generation_slots,
+    const std::string& name, absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kMakeStore,
+          AgentWriter()
+              .Put(bytes)
+              .Put(static_cast<int32_t>(generation_slots))
+              .PutString(name)
+              .bytes(),
+          -1, deadline);
+  if (!answer.ok()) return answer.status();
+  AgentReader in(*answer);
+  StorePart part;
+  part.id = in.Get<uint64_t>();
+  part.control.bytes = in.Get<int64_t>();
+  part.control.address = in.GetString();
+  part.control.token = in.GetString();
+  return part;
+}
+
+absl::Status DeviceAgent::FreeStore(uint64_t epoch, uint64_t id,
+                                    absl::Duration deadline) {
+  return Ask(epoch, AgentMessage::kFreeStore, AgentWriter().Put(id).bytes(), -1,
+             deadline)
+      .status();
+}
+
 absl::StatusOr<MemoryTicket> DeviceAgent::ExportSlot(uint64_t epoch,
                                                      uint64_t slot, pid_t pid,
                                                      absl::Duration deadline) {

@@ -102,6 +102,28 @@ class DeviceAgent {
       absl::Duration deadline);
   absl::Status Copy(uint64_t epoch, absl::Span<const AgentCopy> copies,
                     absl::Duration deadline);
+  // Of all pieces, which are read and go nowhere.
+  absl::StatusOr<Digest> DigestOf(uint64_t epoch, const AgentPack& pack,
+                                  absl::Duration deadline);
+  // At most kMaxReadBytes.
+  static constexpr int64_t kMaxReadBytes = 1 << 20;
+  absl::StatusOr<std::string> ReadBytes(uint64_t epoch, const AgentPlace& from,
+                                        int64_t bytes, absl::Duration deadline);
+
+  // Memory of the GPU that is there until it is freed, or this epoch ends. The
+  // errors of CudaMemory::Allocate.
+  struct StorePart {
+    uint64_t id = 0;  // for an AgentPlace
+    // For host memory to import, writable: the control of the memory
+    // (segment_control.h).
+    MemoryTicket control;
+  };
+  absl::StatusOr<StorePart> MakeStore(uint64_t epoch, int64_t bytes,
+                                      int generation_slots,
+                                      const std::string& name,
+                                      absl::Duration deadline);
+  // It is given back when nobody has it open any more.
+  absl::Status FreeStore(uint64_t epoch, uint64_t id, absl::Duration deadline);
   // For a worker, to import and read; `pid` 0: whoever has the ticket.
   absl::StatusOr<MemoryTicket> ExportSlot(uint64_t epoch, uint64_t slot,
                                           pid_t pid, absl::Duration deadline);

@@ -65,6 +65,11 @@ DeviceAgents::~DeviceAgents() {
   ending.clear();
 }
 
+void DeviceAgents::OnLost(std::function<void(const std::string&)> lost) {
+  absl::MutexLock lock(&lost_mutex_);
+  lost_ = std::move(lost);
+}
+
 std::string DeviceAgents::Names() const {
   std::vector<std::string> names;
   for (const auto& gpu : gpus_) names.push_back(gpu->device.uuid);
@@ -112,10 +117,15 @@ absl::StatusOr<DeviceAgent*> DeviceAgents::Get(const std::string& uuid) {
     absl::StrAppend(&options.fd_socket_prefix, ".", index);
   }
   options.on_change = [this, gpu](uint64_t epoch, const absl::Status& status) {
-    absl::MutexLock lock(&mutex_);
-    gpu->epoch = epoch;
-    gpu->last_epoch = std::max(gpu->last_epoch, epoch);
-    gpu->failure = status;
+    {
+      absl::MutexLock lock(&mutex_);
+      gpu->epoch = epoch;
+      gpu->last_epoch = std::max(gpu->last_epoch, epoch);
+      gpu->failure = status;
+    }
+    if (epoch != 0) return;
+    absl::MutexLock lock(&lost_mutex_);
+    if (lost_ != nullptr) lost_(gpu->device.uuid);
   };
   absl::StatusOr<std::unique_ptr<DeviceAgent>> started =
       DeviceAgent::Start(std::move(options));

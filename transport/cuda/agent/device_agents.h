@@ -3,6 +3,7 @@
 #define WEIGHTSYNC_TRANSPORT_CUDA_AGENT_DEVICE_AGENTS_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -63,6 +64,12 @@ class DeviceAgents {
   // (MIG_NO_IPC), and the errors of DeviceAgent::Start.
   absl::StatusOr<DeviceAgent*> Get(const std::string& uuid);
 
+  // From now on called with a GPU's UUID when its agent has ended, before
+  // another is started; on a thread that must not be held up, and that must not
+  // call this. Null: nobody, and who was is not called any more.
+  void OnLost(std::function<void(const std::string& device_uuid)> lost)
+      ABSL_LOCKS_EXCLUDED(lost_mutex_);
+
   // Those that Get was called for, in the order of the machine. At once.
   std::vector<DeviceReport> Reports() const;
 
@@ -87,6 +94,9 @@ class DeviceAgents {
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   // Constant in number and order after Create.
   std::vector<std::unique_ptr<Gpu>> gpus_ ABSL_GUARDED_BY(mutex_);
+  // Held while it is called.
+  absl::Mutex lost_mutex_;
+  std::function<void(const std::string&)> lost_ ABSL_GUARDED_BY(lost_mutex_);
   std::thread looker_;
 };
 

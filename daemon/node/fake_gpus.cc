@@ -1,0 +1,181 @@
+#include "daemon/node/fake_gpus.h"
+
+#include <sys/mman.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace daemon {
+namespace testing {
+
+using transport::MakeError;
+
+class FakeGpus::GpuSegment final : public transport::Segment {
+ public:
+  GpuSegment(FakeGpus* gpus, std::unique_ptr<transport::Segment> real,
+             char* data, std::string device)
+      : gpus_(gpus),
+        real_(std::move(real)),
+        data_(data),
+        device_(std::move(device)) {}
+  ~GpuSegment() override {
+    {
+      absl::MutexLock lock(&gpus_->mutex_);
+      gpus_->ranges_.erase(data_);
+    }
+    munmap(data_, static_cast<size_t>(real_->bytes()));
+  }
+  transport::MemoryKind kind() const override {
+    return transport::MemoryKind::kCuda;
+  }
+  char* data() const override { return data_; }
+  int64_t bytes() const override { return real_->bytes(); }
+  std::string device_uuid() const override { return device_; }
+  bool writable() const override { return true; }
+  int generation_slots() const override { return real_->generation_slots(); }
+  uint64_t Generation(int slot) const override {
+    return real_->Generation(slot);
+  }
+  uint64_t AdvanceGeneration(int slot) override {
+    return real_->AdvanceGeneration(slot);
+  }
+
+ private:
+  FakeGpus* const gpus_;
+  const std::unique_ptr<transport::Segment> real_;
+  char* const data_;
+  const std::string device_;
+};
+
+void FakeGpus::SetTensors(const void* data, int64_t bytes,
+                          const std::string& device) {
+  absl::MutexLock lock(&mutex_);
+  ranges_[static_cast<const char*>(data)] = {bytes, device, nullptr, false};
+}
+
+void FakeGpus::Lose(const std::string& device) {
+  absl::MutexLock lock(&mutex_);
+  for (auto& range : ranges_) {
+    if (range.second.device == device && range.second.real != nullptr) {
+      range.second.lost = true;
+    }
+  }
+}
+
+void FakeGpus::DamageCopies(int count) {
+  absl::MutexLock lock(&mutex_);
+  damage_ = count;
+}
+
+int64_t FakeGpus::device_bytes(const std::string& device) const {
+  int64_t bytes = 0;
+  absl::MutexLock lock(&mutex_);
+  for (const auto& range : ranges_) {
+    if (range.second.device == device && range.second.real != nullptr) {
+      bytes += range.second.bytes;
+    }
+  }
+  return bytes;
+}
+
+absl::StatusOr<std::unique_ptr<transport::Segment>> FakeGpus::Allocate(
+    int64_t bytes, const transport::AllocateOptions& options) {
+  if (options.device_uuid.empty()) return host_->Allocate(bytes, options);
+  transport::AllocateOptions real_options = options;
+  real_options.device_uuid.clear();
+  auto real = host_->Allocate(bytes, real_options);
+  if (!real.ok()) return real.status();
+  void* const data = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(data != MAP_FAILED);
+  absl::MutexLock lock(&mutex_);
+  ranges_[static_cast<char*>(data)] = {bytes, options.device_uuid,
+                                       (*real)->data(), false};
+  return std::unique_ptr<transport::Segment>(std::make_unique<GpuSegment>(
+      this, *std::move(real), static_cast<char*>(data), options.device_uuid));
+}
+
+absl::StatusOr<char*> FakeGpus::Find(const char* address,
+                                     std::string* device) const {
+  absl::MutexLock lock(&mutex_);
+  auto at = ranges_.upper_bound(address);
+  if (at != ranges_.begin()) {
+    --at;
+    const Range& range = at->second;
+    if (address < at->first + range.bytes) {
+      *device = range.device;
+      if (range.lost) {
+        return MakeError(absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
+                         absl::StrCat(range.device, " is lost"));
+      }
+      return range.real == nullptr ? const_cast<char*>(address)
+                                   : range.real + (address - at->first);
+    }
+  }
+  return const_cast<char*>(address);
+}
+
+std::string FakeGpus::DeviceOf(const char* address) const {
+  std::string device;
+  (void)Find(address, &device);
+  return device;
+}
+
+absl::Status FakeGpus::Copy(absl::Span<const transport::CopyTask> tasks,
+                            const transport::CopyOptions& options,
+                            transport::Digest* digest) {
+  std::vector<transport::CopyTask> real(tasks.begin(), tasks.end());
+  std::string devices;
+  for (transport::CopyTask& task : real) {
+    std::string from, to;
+    auto src = Find(task.src, &from);
+    if (!src.ok()) return src.status();
+    task.src = *src;
+    if (task.dst != nullptr) {
+      auto dst = Find(task.dst, &to);
+      if (!dst.ok()) return dst.status();
+      task.dst = *dst;
+    }
+    devices += from + to;
+  }
+  absl::Status status = host_->Copy(real, options, digest);
+  absl::MutexLock lock(&mutex_);
+  if (status.ok() && !devices.empty() && damage_ > 0 && !real.empty() &&
+      real[0].dst != nullptr) {
+    --damage_;
+    real[0].dst[real[0].run_bytes / 2] ^= 4;
+  }
+  return status;
+}
+
+absl::Status FakeGpus::Pack(const transport::PackRequest& request,
+                            transport::PackResult* result) {
+  transport::PackRequest real = request;
+  std::string device;
+  auto bucket = Find(request.bucket, &device);
+  if (!bucket.ok()) return bucket.status();
+  real.bucket = *bucket;
+  for (const transport::PackPiece& piece : request.pieces) {
+    if (device.empty() || piece.copy.bytes() == 0) continue;
+    if (DeviceOf(piece.copy.src) != device) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+                       "the tensors are elsewhere");
+    }
+  }
+  return host_->Pack(real, result);
+}
+
+absl::Status FakeGpus::Read(const char* from, absl::Span<char> to) {
+  std::string device;
+  auto real = Find(from, &device);
+  if (!real.ok()) return real.status();
+  return host_->Read(*real, to);
+}
+
+}  // namespace testing
+}  // namespace daemon
+}  // namespace weightsync

@@ -1,0 +1,433 @@
+// --store=device: weights wait in memory of the GPUs, from trainers on a GPU to
+// workers on the same one, on another one, on another node and on none.
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "glog/logging.h"
+#include "proto/status.h"
+#include "tests/gpu/gpu_cluster.h"
+
+namespace weightsync {
+namespace e2e {
+namespace {
+
+constexpr int64_t kBucketBytes = 16384;
+
+std::vector<std::string> DeviceFlags(std::vector<std::string> more = {}) {
+  std::vector<std::string> flags = GpuFlags();
+  flags.push_back("--store=device");
+  flags.insert(flags.end(), more.begin(), more.end());
+  return flags;
+}
+
+// What all tensors of the model take.
+int64_t ModelBytes() {
+  int64_t bytes = 0;
+  for (const client::Tensor& tensor : Parameters())
+    bytes += client::PartBytes(tensor);
+  return bytes;
+}
+
+// An engine of one worker, with the whole model in host memory; or on a GPU,
+// with a pause that takes as long as the test wants.
+class OneWorker {
+ public:
+  OneWorker(Cluster* cluster, const std::string& node, const std::string& name,
+            int device, std::function<void()> on_pause = nullptr) {
+    std::vector<client::Tensor> tensors = Parameters();
+    if (device < 0) {
+      for (client::Tensor& tensor : tensors) {
+        host_.emplace_back(static_cast<size_t>(client::PartBytes(tensor)),
+                           '\0');
+      }
+      for (size_t i = 0; i < tensors.size(); ++i)
+        tensors[i].data = &host_[i][0];
+    } else {
+      gpu_ = std::make_unique<GpuTensors>(tensors, device);
+      tensors = gpu_->tensors();
+    }
+    client::WorkerOptions worker;
+    worker.address = cluster->address(node);
+    worker.model = kModel;
+    worker.replica = name;
+    worker.incarnation = client::RandomId();
+    auto started = client::Worker::Start(worker, tensors);
+    EXPECT_TRUE(started.ok()) << started.status();
+    if (started.ok()) worker_ = *std::move(started);
+    client::ReplicaOptions options;
+    options.address = worker.address;
+    options.model = kModel;
+    options.replica = name;
+    options.incarnation = worker.incarnation;
+    client::ReplicaHooks hooks;
+    hooks.on_pause = [on_pause](const client::PauseRequest&) {
+      if (on_pause != nullptr) on_pause();
+      return absl::StatusOr<std::string>("");
+    };
+    hooks.on_resume = [](const client::ResumeInfo&) {
+      return absl::OkStatus();
+    };
+    auto replica = client::Replica::Start(options, hooks);
+    EXPECT_TRUE(replica.ok()) << replica.status();
+    if (replica.ok()) replica_ = *std::move(replica);
+    EXPECT_TRUE(worker_->WaitRegistered(kPatience).ok());
+  }
+  bool Holds(int version) const {
+    const std::vector<std::string> got = gpu_ != nullptr ? gpu_->Read() : host_;
+    for (size_t i = 0; i < got.size(); ++i) {
+      if (got[i] != Content(Parameters()[i], version)) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::string> host_;
+  std::unique_ptr<GpuTensors> gpu_;
+  std::unique_ptr<client::Worker> worker_;
+  std::unique_ptr<client::Replica> replica_;
+};
+
+class DeviceStoreTest : public GpuClusterTest {
+ protected:
+  v1::MemoryUse Memory(const std::string& node) {
+    const auto found = cluster_.GetNode(node);
+    return found.ok() ? found->memory() : v1::MemoryUse();
+  }
+  bool Serves(const std::string& replica) {
+    return cluster_.WaitReplicaState(replica, v1::Replica::STATE_SERVING);
+  }
+  bool Verify(const std::string& replica) {
+    grpc::ClientContext context;
+    v1::VerifyReplicaRequest request;
+    request.set_name(absl::StrCat("models/", kModel, "/replicas/", replica));
+    v1::VerifyReplicaResponse response;
+    return Admin("a")->VerifyReplica(&context, request, &response).ok() &&
+           response.equal();
+  }
+  // Returns when the daemon knows that it has ended.
+  void KillAgent(const std::string& node, size_t gpu = 0) {
+    const int before = Gpu(node, gpu).restart_count();
+    const pid_t agent =
+        ChildOf(cluster_.process(node)->pid(), "weightsync_device_agent");
+    ASSERT_NE(agent, 0);
+    ASSERT_EQ(kill(agent, SIGKILL), 0);
+    ASSERT_TRUE(WaitUntil(
+        [&] { return Gpu(node, gpu).restart_count() == before + 1; }));
+  }
+  std::string Log(const std::string& node) {
+    return cluster_.process(node)->Log();
+  }
+};
+
+TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
+  StartNode("a", DeviceFlags());
+  StartNode("b", DeviceFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  const absl::Status registered = trainer.Register();
+  ASSERT_TRUE(registered.ok()) << registered;
+  {
+    // On the trainer's GPU alone: nothing lies in host memory.
+    OneWorker near(&cluster_, "a", "near", 0);
+    for (const int version : {1, 2, 3, 4}) {
+      const auto published = trainer.Publish(version);
+      ASSERT_TRUE(published.ok()) << version << ": " << published.status();
+      EXPECT_EQ(published->state(), v1::Version::STATE_ACTIVE);
+      EXPECT_TRUE(near.Holds(version));
+    }
+    EXPECT_TRUE(Verify("near"));
+    EXPECT_EQ(Memory("a").store_used_bytes(), 0);
+    EXPECT_EQ(Memory("a").store_reserved_bytes(), 0);
+    // Two updates, each in an arena of its own, and the slots apart.
+    ASSERT_TRUE(WaitUntil(
+        [&] { return Gpu("a", 0).device_store_bytes() >= 2 * ModelBytes(); }));
+    EXPECT_LT(Gpu("a", 0).device_store_bytes(), 2 * ModelBytes() + 8192);
+    EXPECT_EQ(Gpu("a", 0).slot_bytes(), 2 * kBucketBytes);
+
+    // On another GPU of the node, and on another node.
+    OneWorker other(&cluster_, "a", "other", 1);
+    OneWorker far(&cluster_, "b", "far", 3);
+    ASSERT_TRUE(WaitUntil([&] { return other.Holds(4) && far.Holds(4); }));
+    for (const int version : {5, 6, 7}) {
+      v1::UpdateOptions options;
+      options.set_verify_source(version == 6);
+      const auto published = trainer.Publish(version, options);
+      ASSERT_TRUE(published.ok()) << version << ": " << published.status();
+      EXPECT_EQ(published->state(), v1::Version::STATE_ACTIVE);
+      EXPECT_TRUE(near.Holds(version));
+      EXPECT_TRUE(other.Holds(version));
+      EXPECT_TRUE(far.Holds(version));
+    }
+    for (const char* name : {"near", "other", "far"}) EXPECT_TRUE(Verify(name));
+    // What came to the other node lies on the GPU of its worker. Copies in host
+    // memory went with the updates that they were for.
+    ASSERT_TRUE(WaitUntil(
+        [&] { return Gpu("b", 0).device_store_bytes() >= ModelBytes(); }));
+    EXPECT_TRUE(WaitUntil([&] {
+      return Memory("a").store_used_bytes() == 0 &&
+             Memory("b").store_used_bytes() == 0;
+    })) << Memory("a").ShortDebugString()
+        << Memory("b").ShortDebugString();
+
+    // The other modes are as ever.
+    for (const int version : {8, 9, 10}) {
+      v1::UpdateOptions options;
+      options.set_allow_no_recovery(true);
+      if (version != 10) options.set_update_mode(v1::UPDATE_MODE_STREAM);
+      if (version != 8) options.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+      const auto published = trainer.Publish(version, options);
+      ASSERT_TRUE(published.ok()) << version << ": " << published.status();
+      EXPECT_TRUE(near.Holds(version));
+      EXPECT_TRUE(other.Holds(version));
+      EXPECT_TRUE(far.Holds(version));
+    }
+  }
+  // Of a worker without a GPU, what it needs lies in host memory.
+  OneWorker host(&cluster_, "a", "host", -1);
+  ASSERT_TRUE(WaitUntil([&] { return host.Holds(10); }));
+  auto published = trainer.Publish(11);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_TRUE(host.Holds(11));
+  EXPECT_TRUE(Verify("host"));
+  EXPECT_GT(Memory("a").store_used_bytes(), 0);
+  // One that comes when the bytes are on a GPU is brought a copy.
+  OneWorker late(&cluster_, "b", "late", 2);
+  ASSERT_TRUE(WaitUntil([&] { return late.Holds(11); }));
+  published = trainer.Publish(12);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_TRUE(late.Holds(12));
+  OneWorker later(&cluster_, "b", "later", -1);
+  ASSERT_TRUE(WaitUntil([&] { return later.Holds(12); }));
+  EXPECT_TRUE(Verify("later"));
+}
+
+TEST_F(DeviceStoreTest, ShardsOfSeveralGpusAndTensorParallelWorkers) {
+  StartNode("a", DeviceFlags());
+  StartNode("b", DeviceFlags());
+  GpuTrainer trainer(&cluster_, "a", 2, /*devices=*/2);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica near(&cluster_, "a", "near", 2, 0);
+  GpuReplica far(&cluster_, "b", "far", 2, 2);
+  for (const int version : {1, 2, 3}) {
+    const auto published = trainer.Publish(version);
+    ASSERT_TRUE(published.ok()) << version << ": " << published.status();
+    EXPECT_EQ(published->state(), v1::Version::STATE_ACTIVE);
+    EXPECT_TRUE(near.Holds(version));
+    EXPECT_TRUE(far.Holds(version));
+  }
+  // Each rank's on its GPU; what no one GPU serves, in host memory.
+  ASSERT_TRUE(WaitUntil([&] {
+    return Gpu("a", 0).device_store_bytes() > 0 &&
+           Gpu("a", 1).device_store_bytes() > 0;
+  }));
+  EXPECT_GT(Memory("b").store_used_bytes(), 0);
+  EXPECT_TRUE(Verify("near"));
+  EXPECT_TRUE(Verify("far"));
+}
+
+TEST_F(DeviceStoreTest, WhatADeadAgentHadComesFromAnotherHolder) {
+  StartNode("a", DeviceFlags());
+  StartNode("b", {"--bucket_bytes=16384"});
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  OneWorker near(&cluster_, "a", "near", 0);
+  OneWorker far(&cluster_, "b", "far", 3);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_EQ(cluster_.GetNode("a")->update_ids_size(), 1);
+  KillAgent("a");
+  // The node says that it does not have it any more, and what it served stays.
+  ASSERT_TRUE(
+      WaitUntil([&] { return cluster_.GetNode("a")->update_ids_size() == 0; }));
+  EXPECT_TRUE(near.Holds(1));
+  EXPECT_TRUE(absl::StrContains(Log("a"), "is lost here"));
+  ASSERT_TRUE(WaitUntil([&] {
+    const v1::GpuUse gpu = Gpu("a", 0);
+    return gpu.slot_bytes() > 0 && gpu.device_store_bytes() == 0;
+  }));
+  // A worker that comes now gets it from the other node.
+  OneWorker late(&cluster_, "a", "late", 0);
+  ASSERT_TRUE(WaitUntil([&] { return late.Holds(1); }));
+  EXPECT_TRUE(Verify("late"));
+  EXPECT_EQ(cluster_.GetNode("a")->update_ids_size(), 1);
+  const auto published = trainer.Publish(2);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_TRUE(near.Holds(2));
+  EXPECT_TRUE(late.Holds(2));
+  EXPECT_TRUE(far.Holds(2));
+}
+
+TEST_F(DeviceStoreTest, AnAgentThatDiesBetweenVerifiedAndApplied) {
+  StartNode("a", DeviceFlags());
+  StartNode("b", {"--bucket_bytes=16384"});
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  std::atomic<bool> kill_it{false};
+  OneWorker near(&cluster_, "a", "near", 0, [&] {
+    if (kill_it.exchange(false)) KillAgent("a");
+  });
+  OneWorker far(&cluster_, "b", "far", 3);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  kill_it = true;
+  // Every byte was where it was to be; then it was not. It is on b, too.
+  const auto published = trainer.Publish(2);
+  EXPECT_FALSE(kill_it);
+  EXPECT_TRUE(published.ok()) << published.status();
+  ASSERT_TRUE(WaitUntil([&] { return near.Holds(2); }));
+  ASSERT_TRUE(Serves("near"));
+  EXPECT_TRUE(far.Holds(2));
+  EXPECT_TRUE(Verify("near"));
+}
+
+TEST_F(DeviceStoreTest, AnAgentThatDiesWithTheOnlyCopy) {
+  StartNode("a", DeviceFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  std::atomic<bool> kill_it{false};
+  OneWorker near(&cluster_, "a", "near", 0, [&] {
+    if (kill_it.exchange(false)) KillAgent("a");
+  });
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  EXPECT_TRUE(near.Holds(1));
+
+  // Before the commit, in the middle of the copy: it is given up by name.
+  gpu_sim::Plant("call=cudaLaunchKernel process=node sticky=700");
+  auto published = trainer.Publish(2);
+  EXPECT_FALSE(published.ok());
+  const std::string reason = ErrorReason(published.status());
+  EXPECT_TRUE(reason == "DEVICE_FAULT" || reason == "DEVICE_AGENT_LOST" ||
+              reason == "DEVICE_STORE_LOST")
+      << published.status();
+  gpu_sim::Plant("");
+  EXPECT_TRUE(near.Holds(1));
+  ASSERT_TRUE(Serves("near"));
+  published = trainer.Publish(3);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_TRUE(near.Holds(3));
+
+  // After everything was verified: nobody has it any more. All of the old one
+  // or all of a newer one is served, never a mix, and nothing waits for ever.
+  kill_it = true;
+  published = trainer.Publish(4);
+  EXPECT_FALSE(kill_it);
+  EXPECT_TRUE(near.Holds(3) || near.Holds(4));
+  published = trainer.Publish(5);
+  ASSERT_TRUE(published.ok()) << published.status();
+  ASSERT_TRUE(WaitUntil([&] { return near.Holds(5); }));
+  ASSERT_TRUE(Serves("near"));
+  EXPECT_TRUE(Verify("near"));
+}
+
+TEST_F(DeviceStoreTest, NoRoomIsSaidWithTheSums) {
+  StartNode("a", DeviceFlags({absl::StrCat("--device_store_bytes=",
+                                           ModelBytes() * 3 / 2)}));
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  OneWorker near(&cluster_, "a", "near", 0);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  // The one that is installed stays, so two do not fit.
+  auto published = trainer.Publish(2);
+  EXPECT_EQ(ErrorReason(published.status()), "NO_STORE_ROOM")
+      << published.status();
+  for (const std::string& said :
+       {std::string("--device_store_bytes"), absl::StrCat(ModelBytes() * 3 / 2),
+        Gpu("a", 0).device_uuid()}) {
+    EXPECT_TRUE(absl::StrContains(published.status().message(), said))
+        << said << " is not in: " << published.status();
+  }
+  EXPECT_TRUE(near.Holds(1));
+  ASSERT_TRUE(Serves("near"));
+
+  // A GPU that is full says so itself.
+  StartNode("b", DeviceFlags());
+  OneWorker far(&cluster_, "b", "far", 3);
+  ASSERT_TRUE(WaitUntil([&] { return far.Holds(1); }));
+}
+
+TEST_F(DeviceStoreTest, AFullGpuIsNamed) {
+  StartNode("a", DeviceFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  OneWorker near(&cluster_, "a", "near", 0);
+  gpu_sim::Plant("call=cudaMalloc process=node error=2 count=0");
+  auto published = trainer.Publish(1);
+  EXPECT_TRUE(ErrorReason(published.status()) == "MEMORY_EXHAUSTED" ||
+              ErrorReason(published.status()) == "NO_MEMORY_FOR_ARENA")
+      << published.status();
+  EXPECT_TRUE(absl::StrContains(published.status().message(), "free of"))
+      << published.status();
+  gpu_sim::Plant("");
+  published = trainer.Publish(2);
+  ASSERT_TRUE(published.ok()) << published.status();
+  EXPECT_TRUE(near.Holds(2));
+}
+
+TEST_F(DeviceStoreTest, ACheckpointIsWrittenFromAGpu) {
+  const std::string root = cluster_.directory().path() + "/checkpoints";
+  ASSERT_EQ(mkdir(root.c_str(), 0700), 0);
+  StartNode("a", DeviceFlags({"--checkpoint_root=" + root}));
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  OneWorker near(&cluster_, "a", "near", 0);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_TRUE(trainer.Publish(2).ok());
+  const auto model = absl::StrCat("models/", kModel);
+  {
+    grpc::ClientContext context;
+    v1::SaveVersionRequest request;
+    request.set_name(model + "/versions/2");
+    request.set_path("two");
+    v1::SaveVersionResponse response;
+    const grpc::Status saved =
+        Admin("a")->SaveVersion(&context, request, &response);
+    ASSERT_TRUE(saved.ok()) << saved.error_message();
+  }
+  ASSERT_TRUE(trainer.Publish(3).ok());
+  EXPECT_TRUE(near.Holds(3));
+  grpc::ClientContext context;
+  v1::LoadVersionRequest request;
+  request.set_name(model);
+  request.set_path("two");
+  v1::LoadVersionResponse response;
+  const grpc::Status loaded =
+      Admin("a")->LoadVersion(&context, request, &response);
+  ASSERT_TRUE(loaded.ok()) << loaded.error_message();
+  EXPECT_TRUE(WaitUntil([&] { return near.Holds(2); }));
+  EXPECT_TRUE(Serves("near"));
+}
+
+TEST_F(DeviceStoreTest, AWorkerThatCannotOpenItIsBroughtCopies) {
+  StartNode("a", DeviceFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  OneWorker near(&cluster_, "a", "near", 0);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  // As between containers without a common name space.
+  gpu_sim::Plant("call=cudaIpcOpenMemHandle process=test error=1 count=0");
+  OneWorker closed(&cluster_, "a", "closed", 0);
+  ASSERT_TRUE(WaitUntil([&] { return closed.Holds(1); }));
+  for (const int version : {2, 3}) {
+    const auto published = trainer.Publish(version);
+    ASSERT_TRUE(published.ok()) << published.status();
+    EXPECT_TRUE(near.Holds(version));
+    EXPECT_TRUE(closed.Holds(version));
+  }
+  EXPECT_TRUE(Verify("closed"));
+}
+
+TEST_F(DeviceStoreTest, ItNeedsGpus) {
+  EXPECT_FALSE(cluster_.StartNode("a", {"--store=device"}));
+  EXPECT_TRUE(absl::StrContains(Log("a"), "it needs --memory=cuda"));
+}
+
+}  // namespace
+}  // namespace e2e
+}  // namespace weightsync

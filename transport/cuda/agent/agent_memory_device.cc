@@ -1,0 +1,259 @@
+// Segments of GPUs: memory of device agents that lasts.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "glog/logging.h"
+#include "transport/cuda/agent/agent_memory_segment.h"
+#include "transport/error.h"
+
+namespace weightsync {
+namespace transport {
+namespace cuda {
+namespace {
+
+constexpr absl::Duration kFreeDeadline = absl::Seconds(5);
+constexpr absl::Duration kImportDeadline = absl::Seconds(5);
+
+absl::Status BadCopy(absl::string_view what) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY", what);
+}
+
+}  // namespace
+
+// The control is mapped here: generations do not end with the agent.
+class AgentMemory::DeviceSegment final : public Segment {
+ public:
+  DeviceSegment(AgentMemory* memory, std::unique_ptr<Segment> control,
+                char* data, const DeviceInfo& device)
+      : memory_(memory),
+        control_(std::move(control)),
+        data_(data),
+        device_(device) {}
+  ~DeviceSegment() override {
+    {
+      absl::MutexLock lock(&memory_->mutex_);
+      memory_->devices_.erase(data_);
+    }
+    munmap(data_, static_cast<size_t>(device_.bytes));
+    memory_->Later([device = device_] {
+      const absl::Status status = device.gpu->agent->FreeStore(
+          device.epoch, device.store, kFreeDeadline);
+      // With the agent all that it had is free.
+      if (!status.ok()) LOG(INFO) << "freeing GPU memory: " << status;
+    });
+  }
+  const Segment& control() const { return *control_; }
+
+  MemoryKind kind() const override { return MemoryKind::kCuda; }
+  char* data() const override { return data_; }
+  int64_t bytes() const override { return device_.bytes; }
+  std::string device_uuid() const override { return device_.gpu->uuid; }
+  bool writable() const override { return true; }
+  int generation_slots() const override { return control_->generation_slots(); }
+  uint64_t Generation(int slot) const override {
+    return control_->Generation(slot);
+  }
+  uint64_t AdvanceGeneration(int slot) override {
+    return control_->AdvanceGeneration(slot);
+  }
+
+ private:
+  AgentMemory* const memory_;
+  const std::unique_ptr<Segment> control_;
+  char* const data_;
+  const DeviceInfo device_;
+};
+
+absl::StatusOr<std::unique_ptr<Segment>> AgentMemory::AllocateOnDevice(
+    int64_t bytes, const AllocateOptions& options) {
+  if (bytes <= 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_SIZE",
+                     absl::StrCat("a segment of ", bytes, " bytes"));
+  }
+  const absl::StatusOr<DeviceAgent*> agent = agents_->Get(options.device_uuid);
+  if (!agent.ok()) return agent.status();
+  DeviceInfo device;
+  device.bytes = bytes;
+  device.gpu = GpuOf(*agent, (*agent)->device_uuid());
+  const absl::StatusOr<uint64_t> epoch = AwaitEpoch(*device.gpu);
+  if (!epoch.ok()) return epoch.status();
+  device.epoch = *epoch;
+  const absl::StatusOr<DeviceAgent::StorePart> part = (*agent)->MakeStore(
+      *epoch, bytes, options.generation_slots, options.name, options_.timeout);
+  if (!part.ok()) return part.status();
+  device.store = part->id;
+  const auto give_back = [&](const absl::Status& status) {
+    (void)(*agent)->FreeStore(*epoch, part->id, kFreeDeadline);
+    return status;
+  };
+  absl::StatusOr<std::unique_ptr<Segment>> control =
+      host_->Import(part->control, kImportDeadline);
+  if (!control.ok()) return give_back(control.status());
+  // Addresses, and no memory.
+  void* const data = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (data == MAP_FAILED) {
+    return give_back(MakeErrnoError(absl::StatusCode::kResourceExhausted,
+                                    "NO_ADDRESS_SPACE",
+                                    absl::StrCat(bytes, " bytes"), errno));
+  }
+  auto segment = std::make_unique<DeviceSegment>(
+      this, *std::move(control), static_cast<char*>(data), device);
+  {
+    absl::MutexLock lock(&mutex_);
+    devices_[segment->data()] = device;
+  }
+  return std::unique_ptr<Segment>(std::move(segment));
+}
+
+absl::StatusOr<MemoryTicket> AgentMemory::Export(const Segment& segment,
+                                                 const ExportOptions& options) {
+  const auto* device = dynamic_cast<const DeviceSegment*>(&segment);
+  const auto* arena = dynamic_cast<const ArenaSegment*>(&segment);
+  if (device == nullptr && arena == nullptr)
+    return host_->Export(segment, options);
+  if (!options.read_only) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "READ_ONLY",
+                     "the store is for others to read");
+  }
+  if (arena != nullptr) return host_->Export(arena->base(), options);
+  absl::StatusOr<MemoryTicket> ticket =
+      host_->Export(device->control(), options);
+  if (!ticket.ok()) return ticket;
+  ticket->kind = MemoryKind::kCuda;
+  ticket->bytes = segment.bytes();
+  return ticket;
+}
+
+AgentMemory::DeviceInfo AgentMemory::FindDevice(const char* address,
+                                                int64_t* offset) const {
+  absl::MutexLock lock(&mutex_);
+  auto at = devices_.upper_bound(address);
+  if (at == devices_.begin()) return DeviceInfo();
+  --at;
+  *offset = address - at->first;
+  return *offset < at->second.bytes ? at->second : DeviceInfo();
+}
+
+absl::StatusOr<AgentPlace> AgentMemory::DevicePlaceOf(const DeviceInfo& device,
+                                                      int64_t offset,
+                                                      int64_t bytes) const {
+  if (bytes < 0 || bytes > device.bytes - offset)
+    return BadCopy("more than the GPU's segment has");
+  if (device.gpu->agent->epoch() != device.epoch) {
+    return MakeError(
+        absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
+        absl::StrCat("the device agent of ", device.gpu->uuid,
+                     " has ended, and what the store had there with it"));
+  }
+  return AgentPlace{AgentPlace::Kind::kStore, device.store, offset};
+}
+
+std::string AgentMemory::DeviceOf(const char* address) const {
+  int64_t offset = 0;
+  const DeviceInfo device = FindDevice(address, &offset);
+  if (device.gpu != nullptr) return device.gpu->uuid;
+  const std::shared_ptr<const Region> region = FindRegion(address);
+  return region == nullptr ? "" : region->gpu_->uuid;
+}
+
+absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
+                                       Digest* digest) {
+  // What one agent of one epoch is asked for.
+  struct Work {
+    std::vector<AgentCopy> copies;
+    AgentPack digested;
+  };
+  std::map<std::pair<Gpu*, uint64_t>, Work> works;
+  for (const CopyTask* task : tasks) {
+    absl::Status status = task->Validate();
+    if (!status.ok()) return status;
+    int64_t from_offset = 0, to_offset = 0;
+    const DeviceInfo from = FindDevice(task->src, &from_offset);
+    const DeviceInfo to =
+        task->dst == nullptr ? DeviceInfo() : FindDevice(task->dst, &to_offset);
+    const DeviceInfo& device = from.gpu != nullptr ? from : to;
+    Work& work = works[{device.gpu, device.epoch}];
+    if (task->dst == nullptr) {
+      const absl::StatusOr<AgentPlace> place =
+          DevicePlaceOf(from, from_offset, task->src_extent());
+      if (!place.ok()) return place.status();
+      AgentPiece piece;
+      piece.source = *place;
+      piece.copy = *task;
+      work.digested.pieces.push_back(std::move(piece));
+      continue;
+    }
+    if (!task->dims.empty() || digest != nullptr)
+      return BadCopy("a GPU's segment is copied in whole stretches");
+    AgentCopy copy;
+    copy.bytes = task->bytes();
+    const absl::StatusOr<AgentPlace> source =
+        PlaceOf(device.gpu, device.epoch, task->src, copy.bytes);
+    if (!source.ok()) return source.status();
+    const absl::StatusOr<AgentPlace> target =
+        PlaceOf(device.gpu, device.epoch, task->dst, copy.bytes);
+    if (!target.ok()) return target.status();
+    copy.from = *source;
+    copy.to = *target;
+    work.copies.push_back(copy);
+  }
+  for (const auto& [where, work] : works) {
+    const auto& [gpu, epoch] = where;
+    absl::Status status;
+    if (!work.copies.empty()) {
+      status = gpu->agent->Copy(epoch, work.copies, options_.timeout);
+    }
+    if (status.ok() && digest != nullptr && !work.digested.pieces.empty()) {
+      const absl::StatusOr<Digest> part =
+          gpu->agent->DigestOf(epoch, work.digested, options_.timeout);
+      status = part.status();
+      if (part.ok()) *digest += *part;
+    }
+    if (!status.ok()) {
+      AwaitEnd(*gpu, epoch, status);
+      return status;
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AgentMemory::Read(const char* from, absl::Span<char> to) {
+  int64_t offset = 0;
+  const DeviceInfo device = FindDevice(from, &offset);
+  if (device.gpu == nullptr) {
+    if (FindRegion(from) != nullptr)
+      return BadCopy("a trainer's memory is packed, not read");
+    return host_->Read(from, to);
+  }
+  const int64_t bytes = static_cast<int64_t>(to.size());
+  for (int64_t at = 0; at < bytes; at += DeviceAgent::kMaxReadBytes) {
+    const int64_t part = std::min(DeviceAgent::kMaxReadBytes, bytes - at);
+    const absl::StatusOr<AgentPlace> place =
+        DevicePlaceOf(device, offset + at, part);
+    if (!place.ok()) return place.status();
+    const absl::StatusOr<std::string> read = device.gpu->agent->ReadBytes(
+        device.epoch, *place, part, options_.timeout);
+    if (!read.ok()) return read.status();
+    if (static_cast<int64_t>(read->size()) != part)
+      return BadCopy("the device agent has read something else");
+    std::copy(read->begin(), read->end(), to.begin() + at);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AgentMemory::Write(absl::Span<const char> from, char* to) {
+  int64_t offset = 0;
+  if (FindDevice(to, &offset).gpu != nullptr || FindRegion(to) != nullptr)
+    return BadCopy("GPU memory is written by copies alone");
+  return host_->Write(from, to);
+}
+
+}  // namespace cuda
+}  // namespace transport
+}  // namespace weightsync
