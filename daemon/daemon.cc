@@ -60,6 +60,12 @@ absl::Status Invalid(absl::string_view reason, absl::string_view message) {
   return ErrorStatus(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
+// Of --group=auto.
+void SayOverTcp(const absl::Status& why) {
+  LOG(INFO) << "bytes go over TCP: " << ErrorReason(why) << ": "
+            << why.message();
+}
+
 CoordinatorOptions ForCoordinator(const Options& options) {
   const Deadlines& deadlines = options.deadlines;
   CoordinatorOptions coordinator;
@@ -302,9 +308,13 @@ absl::Status DaemonImpl::StartTransport() {
   endpoint.last_port = options_.data_port_last;
   endpoint.faults = options_.faults;
   if (options_.nccl || options_.cuda_memory) {
-    if (absl::Status status = StartDevices(); !status.ok()) return status;
+    const absl::Status status = StartDevices();
+    if (!status.ok() && !(options_.nccl_optional && !options_.cuda_memory))
+      return status;
+    if (!status.ok()) SayOverTcp(status);
   }
   if (channels_ != nullptr) endpoint.payload = channels_->Factory();
+  endpoint.payload_optional = options_.nccl_optional;
   absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
       transport::tcp::Endpoint::Create(endpoint);
   if (!made.ok()) return made.status();
@@ -329,7 +339,7 @@ absl::Status DaemonImpl::StartDevices() {
   if (access(program.c_str(), X_OK) != 0) {
     return ErrorStatus(
         absl::StatusCode::kFailedPrecondition, "DEVICE_AGENT_MISSING",
-        absl::StrCat("--memory=cuda and --group=nccl need ", program,
+        absl::StrCat("--memory=cuda, --group=nccl and auto need ", program,
                      ", which is built where there are CUDA's nvcc and NCCL's "
                      "headers: put it there, or choose --memory=host and "
                      "--group=tcp"));
@@ -354,9 +364,15 @@ absl::Status DaemonImpl::StartDevices() {
         options_.bucket_bytes, memory);
   }
   if (!options_.nccl) return absl::OkStatus();
+  std::string uuid =
+      options_.device_uuids.empty() ? "" : options_.device_uuids[0];
+  if (uuid.empty() && options_.nccl_optional) uuid = device_agents_->first();
   const absl::StatusOr<transport::cuda::DeviceAgent*> nccl =
-      device_agents_->Get(
-          options_.device_uuids.empty() ? "" : options_.device_uuids[0]);
+      device_agents_->Get(uuid);
+  if (!nccl.ok() && options_.nccl_optional) {
+    SayOverTcp(nccl.status());
+    return absl::OkStatus();
+  }
   if (!nccl.ok()) return nccl.status();
   LOG(INFO) << "bytes go over NCCL, from " << (*nccl)->device_uuid() << " ("
             << (*nccl)->device_name() << ")";

@@ -79,6 +79,54 @@ TEST(GpuGroupTest, AnAgentThatDiesIsStartedAgainAndTheNextUpdateArrives) {
   EXPECT_FALSE(replica.SawMix());
 }
 
+// NCCL where both ends of an edge have it, and TCP elsewhere: to a node without
+// a GPU, and between two that share one.
+TEST(GpuGroupTest, AutoTakesWhatBothEndsOfAnEdgeHave) {
+  Cluster cluster;
+  const auto automatic = [](int device) {
+    return std::vector<std::string>{"--group=auto",
+                                    "--device_uuid=" + UuidOf(device)};
+  };
+  const auto nccl_bytes = [&](const std::string& node) {
+    const auto found = cluster.GetNode(node);
+    return found.ok() && found->memory().gpus_size() == 1
+               ? found->memory().gpus(0).nccl_bytes()
+               : 0;
+  };
+  ASSERT_TRUE(cluster.StartNode("a", automatic(0)));
+  ASSERT_TRUE(cluster.StartNode("b", automatic(1)));
+  TestTrainer trainer(&cluster, "a", 2);
+  TestReplica one(&cluster, "b", "one");
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_TRUE(one.WaitServes(1));
+  // Staging memory and a communicator, and nothing else: no slots are taken.
+  EXPECT_TRUE(
+      WaitUntil([&] { return nccl_bytes("a") > 0 && nccl_bytes("b") > 0; }));
+  EXPECT_EQ(cluster.GetNode("a")->memory().gpus(0).slot_bytes(), 0);
+  EXPECT_EQ(cluster.GetNode("a")->memory().gpus(0).slot_count(), 0);
+
+  setenv("GPU_SIM_VISIBLE", "", 1);
+  ASSERT_TRUE(cluster.StartNode("c", {"--group=auto"}));
+  unsetenv("GPU_SIM_VISIBLE");
+  EXPECT_NE(cluster.process("c")->Log().find("bytes go over TCP: NO_DEVICE"),
+            std::string::npos);
+  ASSERT_TRUE(cluster.StartNode("d", automatic(1)));
+  TestReplica two(&cluster, "c", "two"), three(&cluster, "d", "three");
+  for (const char value : {2, 3}) {
+    const auto version = trainer.Publish(value);
+    ASSERT_TRUE(version.ok()) << version.status();
+    EXPECT_TRUE(one.WaitServes(value));
+    EXPECT_TRUE(two.WaitServes(value));
+    EXPECT_TRUE(three.WaitServes(value));
+  }
+  std::string logs;
+  for (const char* node : {"a", "b", "c", "d"})
+    logs += cluster.process(node)->Log();
+  EXPECT_NE(logs.find("bytes go over TCP: GROUP_KIND_MISMATCH: c moves"),
+            std::string::npos)
+      << logs;
+}
+
 TEST(GpuGroupTest, ADaemonWithoutItsGpuSaysWhichItSees) {
   Cluster cluster;
   EXPECT_FALSE(cluster.StartNode(
