@@ -49,6 +49,8 @@ MAX_STALENESS = "700ms"
 # A trial's publish is followed by another one at once.
 BURST = 0.3
 
+EVERY_KIND = {**faults.KINDS, **gpus.KINDS, **gpus.NCCL_KINDS}
+
 MISUSE = "MISUSE"  # the simulated GPU was used as none may be
 ACCEPTED = "ACCEPTED"  # a publish ended well at a coordinator without its journal
 
@@ -130,7 +132,7 @@ class Run:
         self.dir = f"{work}/c{number}"
         os.makedirs(self.dir)
         self.disk = net and limits.mount_small_disk(f"{self.dir}/state0")
-        self.gpus = gpus.Machine(self.dir, arguments.programs) if arguments.gpu else None
+        self.gpus = self._machine() if arguments.gpu else None
         self.cluster = clusters.Cluster(
             *(self.dir, programs, arguments.seed * 1000 + number, self.rng, net, memory),
             self.gpus,
@@ -164,6 +166,10 @@ class Run:
         # Of `recover`: violations, and when it began.
         self._found = []
         self._began = 0
+
+    def _machine(self):
+        group = {"nccl": self.rng.choice(["nccl", "nccl", "auto"]), "tcp": "tcp"}[self.arguments.gpu]
+        return gpus.Machine(self.dir, self.arguments.programs, group)
 
     # ---- what is heard ----
 
@@ -315,7 +321,7 @@ class Run:
         trial = Trial(number, kind)
         cluster, rng, now = self.cluster, self.rng, self.cluster.now
         words = cluster.words = self.options()
-        fault = {**faults.KINDS, **gpus.KINDS}[kind](cluster, rng)
+        fault = EVERY_KIND[kind](cluster, rng)
         draws = operators.usable(fault.keeps_holds, self.arguments.operators)
         scenario = operators.draw(self, draws)
         self.scenario = scenario
@@ -489,7 +495,7 @@ def deck(seed, kinds, trials):
 
 def table(trials):
     """Fault x state of the update at the hit."""
-    every = [*faults.KINDS, *gpus.KINDS]
+    every = list(EVERY_KIND)
     width = max(len(kind) for kind in every) + 1
     kinds = sorted({trial.kind for trial in trials}, key=every.index)
     counts = collections.Counter((trial.kind, trial.state) for trial in trials)
@@ -554,7 +560,13 @@ def parse(argv):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=4, help="daemons, without one that joins")
     parser.add_argument("--minutes", type=float, help="no further trial begins after so long")
-    parser.add_argument("--gpu", action="store_true", help="all tensors on simulated GPUs")
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        const="tcp",
+        choices=["tcp", "nccl"],
+        help="all tensors on simulated GPUs; with nccl, bytes between nodes go over it",
+    )
     parser.add_argument("--cluster", type=int, help="replay only this cluster of the run")
     parser.add_argument("--kinds", help="only kinds of fault that contain this text")
     parser.add_argument("--operators", help="only what operators do whose name contains this text")
@@ -615,6 +627,8 @@ def main(argv):
         # Of the others, those of processes: what the rest does is no other on GPUs.
         kinds = {k: v for k, v in kinds.items() if k.startswith(("kill ", "stop "))}
         kinds.update(gpus.KINDS)
+        if arguments.gpu == "nccl":
+            kinds.update(gpus.NCCL_KINDS)
     if arguments.kinds:
         kinds = {name: kind for name, kind in kinds.items() if arguments.kinds in name}
     print(
@@ -623,6 +637,7 @@ def main(argv):
     )
     work = tempfile.mkdtemp(prefix="wschaos.")
     found = programs(arguments.programs)
+    gpu = f"--gpu {arguments.gpu} " if arguments.gpu else ""
     if arguments.gpu:
         found["weightsyncd_faulty"] = gpus.programs(arguments.programs, f"{work}/bin")
     keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")
@@ -673,7 +688,7 @@ def main(argv):
                 for finding in trial.findings():
                     print(f"     {finding}")
                 print(
-                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh {'--gpu ' * arguments.gpu}"
+                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh {gpu}"
                     f"--seed {arguments.seed} "
                     f"--trials {arguments.trials} --cluster {cluster_number}",
                     flush=True,

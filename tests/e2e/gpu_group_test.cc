@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/e2e/cluster.h"
+#include "tests/gpu/sim/protocol.h"
 
 namespace weightsync {
 namespace e2e {
@@ -99,9 +100,13 @@ TEST(GpuGroupTest, AutoTakesWhatBothEndsOfAnEdgeHave) {
   TestReplica one(&cluster, "b", "one");
   ASSERT_TRUE(trainer.Publish(1).ok());
   ASSERT_TRUE(one.WaitServes(1));
-  // Staging memory and a communicator, and nothing else: no slots are taken.
-  EXPECT_TRUE(
-      WaitUntil([&] { return nccl_bytes("a") > 0 && nccl_bytes("b") > 0; }));
+  // A staging buffer and a communicator at each end of an edge, and nothing
+  // else: no slots are taken.
+  const int64_t edge = (int64_t{32} << 20) + gpu_sim::kCommBytes;
+  EXPECT_TRUE(WaitUntil([&] {
+    return nccl_bytes("a") == edge && nccl_bytes("b") == edge;
+  })) << nccl_bytes("a")
+      << " " << nccl_bytes("b");
   EXPECT_EQ(cluster.GetNode("a")->memory().gpus(0).slot_bytes(), 0);
   EXPECT_EQ(cluster.GetNode("a")->memory().gpus(0).slot_count(), 0);
 
