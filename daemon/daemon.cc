@@ -48,6 +48,8 @@ namespace {
 
 // Of each end of each edge over NCCL. The same on all nodes of a cluster.
 constexpr int64_t kNcclStagingBytes = 16 << 20;
+// Of --group=auto, after a communicator that could not be made.
+constexpr absl::Duration kNcclRest = absl::Seconds(30);
 
 // Of one message: lists of the parameters of very large models.
 constexpr int kMaxMessageBytes = 256 << 20;
@@ -377,7 +379,8 @@ absl::Status DaemonImpl::StartDevices() {
   LOG(INFO) << "bytes go over NCCL, from " << (*nccl)->device_uuid() << " ("
             << (*nccl)->device_name() << ")";
   channels_ = std::make_unique<transport::cuda::AgentChannels>(
-      *nccl, kNcclStagingBytes);
+      *nccl, kNcclStagingBytes,
+      options_.nccl_optional ? kNcclRest : absl::ZeroDuration());
   return absl::OkStatus();
 }
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "tests/e2e/cluster.h"
 #include "tests/gpu/sim/protocol.h"
+#include "transport/cuda/sim_control.h"
 
 namespace weightsync {
 namespace e2e {
@@ -102,7 +103,7 @@ TEST(GpuGroupTest, AutoTakesWhatBothEndsOfAnEdgeHave) {
   ASSERT_TRUE(one.WaitServes(1));
   // A staging buffer and a communicator at each end of an edge, and nothing
   // else: no slots are taken.
-  const int64_t edge = (int64_t{32} << 20) + gpu_sim::kCommBytes;
+  const int64_t edge = (int64_t{16} << 20) + gpu_sim::kCommBytes;
   EXPECT_TRUE(WaitUntil([&] {
     return nccl_bytes("a") == edge && nccl_bytes("b") == edge;
   })) << nccl_bytes("a")
@@ -130,6 +131,29 @@ TEST(GpuGroupTest, AutoTakesWhatBothEndsOfAnEdgeHave) {
   EXPECT_NE(logs.find("bytes go over TCP: GROUP_KIND_MISMATCH: c moves"),
             std::string::npos)
       << logs;
+}
+
+// What cannot be made is tried once, and not at every update.
+TEST(GpuGroupTest, AutoGoesOnOverTcpWhereNcclFails) {
+  gpu_sim::Plant("call=ncclCommInitRankConfig error=2 count=0");
+  Cluster cluster;
+  ASSERT_TRUE(
+      cluster.StartNode("a", {"--group=auto", "--device_uuid=" + UuidOf(0)}));
+  ASSERT_TRUE(
+      cluster.StartNode("b", {"--group=auto", "--device_uuid=" + UuidOf(1)}));
+  TestTrainer trainer(&cluster, "a", 2);
+  TestReplica replica(&cluster, "b", "one");
+  for (const char value : {1, 2}) {
+    const auto version = trainer.Publish(value);
+    ASSERT_TRUE(version.ok()) << version.status();
+    EXPECT_TRUE(replica.WaitServes(value));
+  }
+  gpu_sim::Plant("");
+  EXPECT_NE(cluster.process("a")->Log().find(
+                "a->b: bytes go over TCP: CHANNEL_RESTS: a channel did not "
+                "connect (NCCL_ERROR: "),
+            std::string::npos)
+      << cluster.process("a")->Log();
 }
 
 TEST(GpuGroupTest, ADaemonWithoutItsGpuSaysWhichItSees) {
