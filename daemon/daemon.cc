@@ -48,6 +48,8 @@ namespace {
 
 // Of each end of each edge over NCCL. The same on all nodes of a cluster.
 constexpr int64_t kNcclStagingBytes = 16 << 20;
+// Of --group=auto, after a communicator that could not be made.
+constexpr absl::Duration kNcclRest = absl::Seconds(30);
 
 // Of one message: lists of the parameters of very large models.
 constexpr int kMaxMessageBytes = 256 << 20;
@@ -58,6 +60,12 @@ constexpr char kTermFile[] = "/newest_term";
 
 absl::Status Invalid(absl::string_view reason, absl::string_view message) {
   return ErrorStatus(absl::StatusCode::kInvalidArgument, reason, message);
+}
+
+// Of --group=auto.
+void SayOverTcp(const absl::Status& why) {
+  LOG(INFO) << "bytes go over TCP: " << ErrorReason(why) << ": "
+            << why.message();
 }
 
 CoordinatorOptions ForCoordinator(const Options& options) {
@@ -302,9 +310,13 @@ absl::Status DaemonImpl::StartTransport() {
   endpoint.last_port = options_.data_port_last;
   endpoint.faults = options_.faults;
   if (options_.nccl || options_.cuda_memory) {
-    if (absl::Status status = StartDevices(); !status.ok()) return status;
+    const absl::Status status = StartDevices();
+    if (!status.ok() && !(options_.nccl_optional && !options_.cuda_memory))
+      return status;
+    if (!status.ok()) SayOverTcp(status);
   }
   if (channels_ != nullptr) endpoint.payload = channels_->Factory();
+  endpoint.payload_optional = options_.nccl_optional;
   absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
       transport::tcp::Endpoint::Create(endpoint);
   if (!made.ok()) return made.status();
@@ -329,7 +341,7 @@ absl::Status DaemonImpl::StartDevices() {
   if (access(program.c_str(), X_OK) != 0) {
     return ErrorStatus(
         absl::StatusCode::kFailedPrecondition, "DEVICE_AGENT_MISSING",
-        absl::StrCat("--memory=cuda and --group=nccl need ", program,
+        absl::StrCat("--memory=cuda, --group=nccl and auto need ", program,
                      ", which is built where there are CUDA's nvcc and NCCL's "
                      "headers: put it there, or choose --memory=host and "
                      "--group=tcp"));
@@ -354,14 +366,21 @@ absl::Status DaemonImpl::StartDevices() {
         options_.bucket_bytes, memory);
   }
   if (!options_.nccl) return absl::OkStatus();
+  std::string uuid =
+      options_.device_uuids.empty() ? "" : options_.device_uuids[0];
+  if (uuid.empty() && options_.nccl_optional) uuid = device_agents_->first();
   const absl::StatusOr<transport::cuda::DeviceAgent*> nccl =
-      device_agents_->Get(
-          options_.device_uuids.empty() ? "" : options_.device_uuids[0]);
+      device_agents_->Get(uuid);
+  if (!nccl.ok() && options_.nccl_optional) {
+    SayOverTcp(nccl.status());
+    return absl::OkStatus();
+  }
   if (!nccl.ok()) return nccl.status();
   LOG(INFO) << "bytes go over NCCL, from " << (*nccl)->device_uuid() << " ("
             << (*nccl)->device_name() << ")";
   channels_ = std::make_unique<transport::cuda::AgentChannels>(
-      *nccl, kNcclStagingBytes);
+      *nccl, kNcclStagingBytes,
+      options_.nccl_optional ? kNcclRest : absl::ZeroDuration());
   return absl::OkStatus();
 }
 

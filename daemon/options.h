@@ -87,6 +87,8 @@ struct Options {
 
   // --group=nccl: the bytes between nodes go over NCCL, from a device agent.
   bool nccl = false;
+  // --group=auto: the same, between nodes that can; over TCP between others.
+  bool nccl_optional = false;
   // --memory=cuda: trainers may have their tensors on GPUs of this node.
   bool cuda_memory = false;
   // The GPUs that are served; empty: all. NCCL is on the first, or the only

@@ -234,6 +234,18 @@ if [[ -z "$fast" ]] && wanted chaos; then
     echo "chaos: there are findings"
   add chaos "$work/chaos.json"
   took
+  heading "chaos on simulated GPUs (each trial is a test)"
+  if [[ -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]]; then
+    for group in tcp nccl; do
+      tests/chaos/run.sh --gpu "$group" --trials 6 --minutes 2 --seed 1 --json "$work/chaos_$group.json" ||
+        echo "chaos: there are findings"
+      add chaos "$work/chaos_$group.json"
+    done
+  else
+    echo "skipped: no CUDA toolkit to build the simulator with"
+    skipped=$((skipped + 1))
+  fi
+  took
 fi
 
 if [[ -z "$fast" ]] && wanted bench; then

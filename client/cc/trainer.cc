@@ -45,7 +45,12 @@ class Trainer::Impl {
 
   ~Impl() { Close(); }
 
-  void Close() { lease_.Stop(); }
+  void Close() {
+    lease_.Stop();
+    // Their probes are memory of the GPUs.
+    absl::MutexLock lock(&mutex_);
+    gpus_ = GpuRegions();
+  }
 
   absl::Status WaitOpened(absl::Time deadline) {
     return lease_.WaitRegistered(deadline);

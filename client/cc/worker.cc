@@ -172,6 +172,13 @@ class Worker::Impl {
   void Close() {
     lease_.Stop();
     queue_.Stop();
+    // What this has taken of GPUs goes now, and not with the object, which an
+    // interpreter may keep for long: pinned arenas, streams, a buffer.
+    absl::MutexLock lock(&close_mutex_);
+    streaming_ = nullptr;
+    plans_.clear();
+    store_.Clear();
+    memory_ = nullptr;
   }
 
   absl::Status WaitRegistered(absl::Time deadline) {
@@ -962,8 +969,10 @@ class Worker::Impl {
   const WorkerOptions options_;
   // The second is empty where nothing is swapped.
   const std::vector<Tensor> sets_[2];
-  const std::unique_ptr<ClientMemory> memory_;
+  // Until Close.
+  std::unique_ptr<ClientMemory> memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
+  absl::Mutex close_mutex_;
 
   mutable absl::Mutex mutex_;
   v1::InstalledState installed_ ABSL_GUARDED_BY(mutex_);

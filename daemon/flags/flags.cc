@@ -56,17 +56,18 @@ DEFINE_string(data_port_range, "",
 DEFINE_string(
     group, "tcp",
     "What the bytes between nodes go over: tcp, or nccl (from GPU to GPU, by a "
-    "child process that has the GPU; the store stays in host memory). The same "
-    "on all nodes.");
+    "child process that has the GPU; the store stays in host memory), or auto: "
+    "NCCL between nodes that can, TCP between others, and the log says which "
+    "and why. The same on all nodes.");
 DEFINE_string(
     memory, "host",
     "Where trainers may have their tensors: host, or cuda (in host memory and "
     "on GPUs of this node, read by CUDA IPC by a child process for each GPU).");
 DEFINE_string(
     device_uuid, "",
-    "With --memory=cuda or --group=nccl: GPUs, comma-separated, as nvidia-smi "
-    "-L names them. NCCL uses the first. Empty: all that this process sees; "
-    "NCCL then wants that to be one.");
+    "With --memory=cuda, --group=nccl or auto: GPUs, comma-separated, as "
+    "nvidia-smi -L names them. NCCL uses the first. Empty: all that this "
+    "process sees; --group=nccl then wants that to be one.");
 DEFINE_int32(gpu_slots, 3,
              "With --memory=cuda: how many staging slots of --bucket_bytes are "
              "taken on each GPU that trainers use; 1 to 64.");
@@ -79,8 +80,8 @@ DEFINE_int64(device_store_bytes, 0,
              "With --store=device: bytes of each GPU's memory that weights may "
              "take, all models together. 0: what is free when they come.");
 DEFINE_int32(nccl_max_ctas, 4,
-             "With --group=nccl: how many of the GPU's SMs an operation may "
-             "take from those who compute; 1 to 32.");
+             "With --group=nccl or auto: how many of the GPU's SMs an "
+             "operation may take from those who compute; 1 to 32.");
 DEFINE_string(
     labels, "",
     "What the topology knows of this node, comma-separated or by repeating the "
@@ -409,9 +410,10 @@ absl::StatusOr<Options> OptionsFromFlags() {
   options.data_address = FLAGS_data_address;
   absl::Status status = ReadPortRange(&options);
   if (!status.ok()) return status;
-  if (FLAGS_group != "tcp" && FLAGS_group != "nccl")
-    return FlagError("group", FLAGS_group, "give tcp or nccl");
-  options.nccl = FLAGS_group == "nccl";
+  if (FLAGS_group != "tcp" && FLAGS_group != "nccl" && FLAGS_group != "auto")
+    return FlagError("group", FLAGS_group, "give tcp, nccl or auto");
+  options.nccl = FLAGS_group != "tcp";
+  options.nccl_optional = FLAGS_group == "auto";
   if (FLAGS_memory != "host" && FLAGS_memory != "cuda")
     return FlagError("memory", FLAGS_memory, "give host or cuda");
   options.cuda_memory = FLAGS_memory == "cuda";

@@ -20,14 +20,22 @@ import time
 from tests.chaos import checker as checkers
 from tests.chaos import cluster as clusters
 from tests.chaos import faults, gpus, limits, network, operators
+from tests.chaos.report import (
+    BOUND,
+    ENOUGH_TRIALS,
+    EVERY_KIND,
+    IDLE,
+    ROLLBACK,
+    Trial,
+    add_up,
+    missed,
+    outcomes,
+    table,
+)
 
 TRIALS_PER_CLUSTER = 10
-# From the end of the fault until every living replica serves a version published after it.
-BOUND = 30.0
 # Logs of a trial that took longer are kept as well.
 SLOW = 10.0
-# A kind of fault with so many trials must have hit an update in flight.
-ENOUGH_TRIALS = 5
 
 # What updates are drawn from: (weight, words of the publish command).
 COMMIT = [(4, {}), (3, {"evict": True}), (2, {"max_unavailable": 1}), (1, {"max_unavailable": 2})]
@@ -52,13 +60,6 @@ BURST = 0.3
 MISUSE = "MISUSE"  # the simulated GPU was used as none may be
 ACCEPTED = "ACCEPTED"  # a publish ended well at a coordinator without its journal
 
-IDLE = "idle"
-STATES = [
-    *(IDLE, "GATHERING", "PREPARING", "MOVING", "PAUSING"),
-    *("COMMITTING", "COMMITTED", "APPLYING", "RESUMING"),
-]
-# No update is under way, and an older one is being installed.
-ROLLBACK = "ROLLBACK"
 # The state in which an update is once its coordinator has passed a point.
 STATE_AFTER = {
     "coordinator:journal:update_opened": "GATHERING",
@@ -104,23 +105,6 @@ def pick(rng, table):
     return dict(rng.choices([words for _, words in table], [weight for weight, _ in table])[0])
 
 
-class Trial:
-    def __init__(self, number, kind):
-        self.number, self.kind = number, kind
-        self.state = IDLE
-        self.point = ""
-        self.detail = ""
-        self.scenario = operators.Nothing.name
-        self.recovery = None
-        self.violations = []
-        self.stuck = ""
-
-    def findings(self):
-        """Sentences: the first of what was seen wrong."""
-        found = [f"{v.kind} {v.who}: {v.detail}" for v in self.violations[:5]]
-        return found + ([f"STUCK: {self.stuck}"] if self.stuck else [])
-
-
 class Run:
     """One cluster and its trials."""
 
@@ -130,7 +114,7 @@ class Run:
         self.dir = f"{work}/c{number}"
         os.makedirs(self.dir)
         self.disk = net and limits.mount_small_disk(f"{self.dir}/state0")
-        self.gpus = gpus.Machine(self.dir, arguments.programs) if arguments.gpu else None
+        self.gpus = self._machine() if arguments.gpu else None
         self.cluster = clusters.Cluster(
             *(self.dir, programs, arguments.seed * 1000 + number, self.rng, net, memory),
             self.gpus,
@@ -164,6 +148,10 @@ class Run:
         # Of `recover`: violations, and when it began.
         self._found = []
         self._began = 0
+
+    def _machine(self):
+        group = {"nccl": self.rng.choice(["nccl", "nccl", "auto"]), "tcp": "tcp"}[self.arguments.gpu]
+        return gpus.Machine(self.dir, self.arguments.programs, group)
 
     # ---- what is heard ----
 
@@ -315,7 +303,7 @@ class Run:
         trial = Trial(number, kind)
         cluster, rng, now = self.cluster, self.rng, self.cluster.now
         words = cluster.words = self.options()
-        fault = {**faults.KINDS, **gpus.KINDS}[kind](cluster, rng)
+        fault = EVERY_KIND[kind](cluster, rng)
         draws = operators.usable(fault.keeps_holds, self.arguments.operators)
         scenario = operators.draw(self, draws)
         self.scenario = scenario
@@ -487,74 +475,19 @@ def deck(seed, kinds, trials):
     return cards[:trials]
 
 
-def table(trials):
-    """Fault x state of the update at the hit."""
-    every = [*faults.KINDS, *gpus.KINDS]
-    width = max(len(kind) for kind in every) + 1
-    kinds = sorted({trial.kind for trial in trials}, key=every.index)
-    counts = collections.Counter((trial.kind, trial.state) for trial in trials)
-    states = [*STATES, ROLLBACK]
-    lines = ["".ljust(width) + " ".join(state.rjust(10) for state in states)]
-    for kind in kinds:
-        row = [str(counts[(kind, state)] or "-").rjust(10) for state in states]
-        lines.append(kind.ljust(width) + " ".join(row))
-    lines.append("")
-    lines.append(
-        f"{'fault'.ljust(width)} {'trials':>7} {'in flight':>9} {'mixed':>6} {'stuck':>6} "
-        f"{'worst recovery':>15}"
-    )
-    for kind in kinds:
-        mine = [trial for trial in trials if trial.kind == kind]
-        in_flight = sum(trial.state not in (IDLE, ROLLBACK) for trial in mine)
-        worst = max(trial.recovery for trial in mine)
-        lines.append(
-            f"{kind.ljust(width)} {len(mine):>7} {in_flight:>9} "
-            f"{sum(bool(t.violations) for t in mine):>6} {sum(bool(t.stuck) for t in mine):>6} "
-            f"{worst:>13.1f} s"
-        )
-    lines.append("")
-    lines.append(f"{'operators'.ljust(width)} {'trials':>7} {'mixed':>6} {'stuck':>6}")
-    for scenario in sorted({trial.scenario for trial in trials}):
-        mine = [trial for trial in trials if trial.scenario == scenario]
-        lines.append(
-            f"{scenario.ljust(width)} {len(mine):>7} {sum(bool(t.violations) for t in mine):>6} "
-            f"{sum(bool(t.stuck) for t in mine):>6}"
-        )
-    return "\n".join(lines)
-
-
-def outcomes(calls):
-    """What the ranks' publishes were drawn with, and how these and operators' calls ended."""
-    drawn, ended = collections.Counter(), collections.Counter()
-    for key, count in calls.items():
-        words, result = key.rsplit(": ", 1)
-        if "=" not in words and words != "defaults":
-            ended[key] += count
-            continue
-        ended[f"publish: {result}"] += count
-        for word in words.split():
-            drawn[word] += count
-    lines = [""]
-    for title, counts in (("drawn with", drawn), ("ended", ended)):
-        lines.append(title)
-        lines += [f"  {key:44} {count:>7}" for key, count in sorted(counts.items())]
-    return "\n".join(lines)
-
-
-def missed(trials):
-    """Kinds of fault that had enough trials and never hit an update in flight."""
-    counts = collections.Counter(trial.kind for trial in trials)
-    hits = {trial.kind for trial in trials if trial.state not in (IDLE, ROLLBACK)}
-    return sorted(k for k, count in counts.items() if count >= ENOUGH_TRIALS and k not in hits)
-
-
 def parse(argv):
     parser = argparse.ArgumentParser(prog="tests/chaos/run.sh", description=__doc__)
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nodes", type=int, default=4, help="daemons, without one that joins")
     parser.add_argument("--minutes", type=float, help="no further trial begins after so long")
-    parser.add_argument("--gpu", action="store_true", help="all tensors on simulated GPUs")
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        const="tcp",
+        choices=["tcp", "nccl"],
+        help="all tensors on simulated GPUs; with nccl, bytes between nodes go over it",
+    )
     parser.add_argument("--cluster", type=int, help="replay only this cluster of the run")
     parser.add_argument("--kinds", help="only kinds of fault that contain this text")
     parser.add_argument("--operators", help="only what operators do whose name contains this text")
@@ -577,28 +510,6 @@ def programs(root):
     }
 
 
-def add_up(paths):
-    """Runs by seed, as one: what --json wrote of each."""
-    trials, totals, calls = [], collections.Counter(), collections.Counter()
-    for path in paths:
-        with open(path, encoding="utf-8") as file:
-            part = json.load(file)
-        calls.update(part["calls"])
-        for kind, state, mixed, stuck, recovery, scenario in part["each"]:
-            trial = Trial(len(trials), kind)
-            trial.scenario = scenario
-            trial.state, trial.violations = state, ["one"] if mixed else []
-            trial.stuck, trial.recovery = "so" if stuck else "", recovery
-            trials.append(trial)
-        totals.update({k: part[k] for k in ("trials", "mixed", "stuck", "steps_checked", "restarts")})
-    print(table(trials))
-    print(outcomes(calls))
-    never = missed(trials)
-    worst = round(max(trial.recovery for trial in trials), 2)
-    print(json.dumps({**totals, "never_hit": never, "worst_recovery_s": worst, "bound_s": BOUND}))
-    return 1 if totals["mixed"] or totals["stuck"] or never else 0
-
-
 def main(argv):
     arguments = parse(argv)
     if arguments.sum:
@@ -615,6 +526,8 @@ def main(argv):
         # Of the others, those of processes: what the rest does is no other on GPUs.
         kinds = {k: v for k, v in kinds.items() if k.startswith(("kill ", "stop "))}
         kinds.update(gpus.KINDS)
+        if arguments.gpu == "nccl":
+            kinds.update(gpus.NCCL_KINDS)
     if arguments.kinds:
         kinds = {name: kind for name, kind in kinds.items() if arguments.kinds in name}
     print(
@@ -623,6 +536,7 @@ def main(argv):
     )
     work = tempfile.mkdtemp(prefix="wschaos.")
     found = programs(arguments.programs)
+    gpu = f"--gpu {arguments.gpu} " if arguments.gpu else ""
     if arguments.gpu:
         found["weightsyncd_faulty"] = gpus.programs(arguments.programs, f"{work}/bin")
     keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")
@@ -673,7 +587,7 @@ def main(argv):
                 for finding in trial.findings():
                     print(f"     {finding}")
                 print(
-                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh {'--gpu ' * arguments.gpu}"
+                    f"     logs: {keep}/{name}; again: tests/chaos/run.sh {gpu}"
                     f"--seed {arguments.seed} "
                     f"--trials {arguments.trials} --cluster {cluster_number}",
                     flush=True,

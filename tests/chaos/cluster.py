@@ -312,7 +312,7 @@ class Cluster:
             f"--chaos_run_socket={self.dir}/run.sock",
             f"--chaos_log={self.dir}/{name}.jsonl",
             *(f"--{flag}={value}" for flag, value in DEADLINES.items()),
-            *(self.gpus.daemon_flags() if self.gpus else []),
+            *(self.gpus.daemon_flags(host) if self.gpus else []),
             *self.flags,
         ]
         if coordinates and name != "n0":

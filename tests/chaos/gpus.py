@@ -10,14 +10,17 @@ import signal
 
 from tests.chaos import faults
 
-# Some are shared by two processes.
-DEVICES = 4
+# As many as a simulated machine can have: a node that moves bytes over NCCL has one of its own. Processes
+# with tensors take them in turn.
+DEVICES = 8
 MEMORY_MB = 1024
 # Longer than an agent takes to start on a loaded machine.
 DEVICE_TIMEOUT = "3s"
 AGENT = "weightsync_device_agent"
 
+# Of cudart, and of NCCL.
 FAULT, OUT_OF_MEMORY = 700, 2
+REMOTE_ERROR, SYSTEM_ERROR = 6, 2
 
 
 def programs(root, where):
@@ -28,11 +31,18 @@ def programs(root, where):
     return f"{where}/weightsyncd_faulty"
 
 
+def uuid(device):
+    """As tests/gpu/sim/machine.cc makes them."""
+    text = "".join(f"{(0xA0 + 17 * i + device) & 0xFF:02x}" for i in range(16))
+    return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
 class Machine:
     """What the processes of one cluster see as their GPUs."""
 
-    def __init__(self, directory, root):
+    def __init__(self, directory, root, group):
         self.dir = f"{directory}/g"
+        self.group = group
         os.makedirs(self.dir)
         self._root = os.path.abspath(root)
         self._given = 0
@@ -42,8 +52,13 @@ class Machine:
         self._given += 1
         return (self._given - 1) % DEVICES
 
-    def daemon_flags(self):
-        return ["--memory=cuda", "--gpu_slots=2", f"--device_timeout={DEVICE_TIMEOUT}"]
+    def daemon_flags(self, host):
+        flags = ["--memory=cuda", "--gpu_slots=2", f"--device_timeout={DEVICE_TIMEOUT}"]
+        if self.group != "tcp":
+            # NCCL's first, and those on which trainers may be.
+            others = [uuid(device) for device in range(DEVICES) if device != host]
+            flags += [f"--group={self.group}", f"--device_uuid={','.join([uuid(host), *others])}"]
+        return flags
 
     def environment(self, name):
         sim = f"{self._root}/tests/gpu/sim"
@@ -238,6 +253,56 @@ class TrainerFaults(PlantedFault):
         call = self.rng.choice(["cudaDeviceSynchronize", "cudaMemcpy", "cudaIpcGetMemHandle"])
         return f"call={call} sticky={FAULT}"
 
+
+class NcclFault(GpuFault):
+    """In the agent of one node that moves bytes."""
+
+    rules = ()
+    # A communicator that is there already is made anew.
+    anew = False
+
+    def trigger(self):
+        name = f"n{self.cluster.source}"
+        return name, self.rng.choice(["node:command:move_update", "node:connect", "node:frame"]), 0
+
+    def strike(self, hit):
+        node = self.rng.choice([self.cluster.source, *self.cluster.receivers])
+        daemon = self.cluster.daemons[node]
+        self.at = f"{daemon.name}: {', '.join(self.rules)}"
+        self.cluster.gpus.plant(*(f"process={daemon.name} {rule}" for rule in self.rules))
+        if self.anew and daemon.alive:
+            signal_all(agents(daemon.popen.pid), signal.SIGKILL)
+        return self.rng.uniform(0.5, 4.0)
+
+
+class NcclNeverJoins(NcclFault):
+    rules = ("call=ncclCommInitRankConfig hang=1 count=0",)
+    anew = True
+
+
+class NcclRefuses(NcclFault):
+    rules = (f"call=ncclCommInitRankConfig error={SYSTEM_ERROR} count=0",)
+    anew = True
+
+
+class NcclError(NcclFault):
+    """A communicator has an error in the middle of its work."""
+
+    rules = (f"call=ncclGroupEnd async={REMOTE_ERROR}",)
+
+
+class NcclAbortHangs(NcclFault):
+    """And it cannot be aborted: its process must be killed."""
+
+    rules = (f"call=ncclGroupEnd async={REMOTE_ERROR}", "call=ncclCommAbort hang=1 count=0")
+
+
+NCCL_KINDS = {
+    "nccl never joins": NcclNeverJoins,
+    "nccl refuses": NcclRefuses,
+    "nccl error": NcclError,
+    "nccl abort hangs": NcclAbortHangs,
+}
 
 KINDS = {
     "agent killed": KillAgent,

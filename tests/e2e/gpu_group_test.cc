@@ -9,6 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/e2e/cluster.h"
+#include "tests/gpu/sim/protocol.h"
+#include "transport/cuda/sim_control.h"
 
 namespace weightsync {
 namespace e2e {
@@ -77,6 +79,81 @@ TEST(GpuGroupTest, AnAgentThatDiesIsStartedAgainAndTheNextUpdateArrives) {
   EXPECT_EQ(version->state(), v1::Version::STATE_ACTIVE);
   EXPECT_TRUE(replica.WaitServes(2));
   EXPECT_FALSE(replica.SawMix());
+}
+
+// NCCL where both ends of an edge have it, and TCP elsewhere: to a node without
+// a GPU, and between two that share one.
+TEST(GpuGroupTest, AutoTakesWhatBothEndsOfAnEdgeHave) {
+  Cluster cluster;
+  const auto automatic = [](int device) {
+    return std::vector<std::string>{"--group=auto",
+                                    "--device_uuid=" + UuidOf(device)};
+  };
+  const auto nccl_bytes = [&](const std::string& node) {
+    const auto found = cluster.GetNode(node);
+    return found.ok() && found->memory().gpus_size() == 1
+               ? found->memory().gpus(0).nccl_bytes()
+               : 0;
+  };
+  ASSERT_TRUE(cluster.StartNode("a", automatic(0)));
+  ASSERT_TRUE(cluster.StartNode("b", automatic(1)));
+  TestTrainer trainer(&cluster, "a", 2);
+  TestReplica one(&cluster, "b", "one");
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_TRUE(one.WaitServes(1));
+  // A staging buffer and a communicator at each end of an edge, and nothing
+  // else: no slots are taken.
+  const int64_t edge = (int64_t{16} << 20) + gpu_sim::kCommBytes;
+  EXPECT_TRUE(WaitUntil([&] {
+    return nccl_bytes("a") == edge && nccl_bytes("b") == edge;
+  })) << nccl_bytes("a")
+      << " " << nccl_bytes("b");
+  EXPECT_EQ(cluster.GetNode("a")->memory().gpus(0).slot_bytes(), 0);
+  EXPECT_EQ(cluster.GetNode("a")->memory().gpus(0).slot_count(), 0);
+
+  setenv("GPU_SIM_VISIBLE", "", 1);
+  ASSERT_TRUE(cluster.StartNode("c", {"--group=auto"}));
+  unsetenv("GPU_SIM_VISIBLE");
+  EXPECT_NE(cluster.process("c")->Log().find("bytes go over TCP: NO_DEVICE"),
+            std::string::npos);
+  ASSERT_TRUE(cluster.StartNode("d", automatic(1)));
+  TestReplica two(&cluster, "c", "two"), three(&cluster, "d", "three");
+  for (const char value : {2, 3}) {
+    const auto version = trainer.Publish(value);
+    ASSERT_TRUE(version.ok()) << version.status();
+    EXPECT_TRUE(one.WaitServes(value));
+    EXPECT_TRUE(two.WaitServes(value));
+    EXPECT_TRUE(three.WaitServes(value));
+  }
+  std::string logs;
+  for (const char* node : {"a", "b", "c", "d"})
+    logs += cluster.process(node)->Log();
+  EXPECT_NE(logs.find("bytes go over TCP: GROUP_KIND_MISMATCH: c moves"),
+            std::string::npos)
+      << logs;
+}
+
+// What cannot be made is tried once, and not at every update.
+TEST(GpuGroupTest, AutoGoesOnOverTcpWhereNcclFails) {
+  gpu_sim::Plant("call=ncclCommInitRankConfig error=2 count=0");
+  Cluster cluster;
+  ASSERT_TRUE(
+      cluster.StartNode("a", {"--group=auto", "--device_uuid=" + UuidOf(0)}));
+  ASSERT_TRUE(
+      cluster.StartNode("b", {"--group=auto", "--device_uuid=" + UuidOf(1)}));
+  TestTrainer trainer(&cluster, "a", 2);
+  TestReplica replica(&cluster, "b", "one");
+  for (const char value : {1, 2}) {
+    const auto version = trainer.Publish(value);
+    ASSERT_TRUE(version.ok()) << version.status();
+    EXPECT_TRUE(replica.WaitServes(value));
+  }
+  gpu_sim::Plant("");
+  EXPECT_NE(cluster.process("a")->Log().find(
+                "a->b: bytes go over TCP: CHANNEL_RESTS: a channel did not "
+                "connect (NCCL_ERROR: "),
+            std::string::npos)
+      << cluster.process("a")->Log();
 }
 
 TEST(GpuGroupTest, ADaemonWithoutItsGpuSaysWhichItSees) {

@@ -71,7 +71,12 @@ TEST_F(GpuMemoryTest, TensorsGoFromGpuToGpu) {
     EXPECT_TRUE(absl::StartsWith(use.device_uuid(), "GPU-"));
     EXPECT_EQ(use.state(), v1::GpuUse::STATE_READY);
     EXPECT_EQ(use.slot_count(), 2);
-    EXPECT_EQ(use.slot_bytes(), 2 * 16384);
+    EXPECT_EQ(use.slot_bytes(), use.slot_count() * 16384);
+    // Tables of launches, and no more than some MB; nothing of NCCL.
+    EXPECT_GT(use.context_bytes(), 0);
+    EXPECT_LT(use.context_bytes(), 64 << 20);
+    EXPECT_EQ(use.nccl_bytes(), 0);
+    EXPECT_EQ(use.device_store_bytes(), 0);
     EXPECT_GT(use.total_bytes(), use.free_bytes());
     EXPECT_GT(use.free_bytes(), 0);
   }

@@ -307,7 +307,7 @@ def test_the_state_of_an_update_follows_its_coordinator():
 def run(tmp_path, monkeypatch):
     # Plants are written into the one set of tensors.
     monkeypatch.setattr(chaos, "SWAP", 0)
-    arguments = argparse.Namespace(seed=3, nodes=3, gpu=False)
+    arguments = argparse.Namespace(seed=3, nodes=3, gpu=None)
     programs = chaos.programs(str(readme.ROOT / "bazel-bin"))
     missing = [path for path in programs.values() if not pathlib.Path(path).exists()]
     assert not missing, f"not built: {missing}"

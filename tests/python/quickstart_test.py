@@ -70,9 +70,16 @@ def test_all_bytes_are_equal(tmp_path, model):
     assert running_in(tmp_path) == []
 
 
-@pytest.mark.skipif(
-    not (readme.ROOT / "bazel-bin/transport/cuda/libkernel_twins.so").exists(), reason="built without a CUDA toolkit"
-)
+def toolkit():
+    """Whether the build finds nvcc and NCCL's headers, where third_party/cuda/cuda_configure.bzl looks for them."""
+    roots = [pathlib.Path(os.environ.get(name) or "/nowhere") for name in ("CUDA_PATH", "CUDA_HOME", "NCCL_HOME")]
+    roots += [pathlib.Path("/usr/local/cuda"), pathlib.Path("/usr/local"), pathlib.Path("/usr")]
+    return os.environ.get("WEIGHTSYNC_CUDA") != "0" and all(
+        any((root / name).exists() for root in roots) for name in ("bin/nvcc", "include/nccl.h")
+    )
+
+
+@pytest.mark.skipif(not toolkit(), reason="there is no CUDA toolkit with NCCL's headers to build the simulator with")
 @pytest.mark.parametrize("flip, store", [(False, "host"), (True, "host"), (False, "device")])
 def test_on_simulated_gpus(tmp_path, model, flip, store):
     """By CUDA IPC out of the trainers' GPUs and into the workers'; the simulator finds any misuse."""

@@ -323,6 +323,11 @@ int NcclDevice::communicators() const {
   return communicators_;
 }
 
+int64_t NcclDevice::staging_bytes() const {
+  absl::MutexLock lock(&mutex_);
+  return lanes_ * options_.staging_bytes;
+}
+
 absl::StatusOr<NcclDevice::Lane> NcclDevice::TakeLane() {
   {
     absl::MutexLock lock(&mutex_);
@@ -354,6 +359,8 @@ absl::StatusOr<NcclDevice::Lane> NcclDevice::TakeLane() {
     if (!status.ok()) cudaFree(lane.staging);
   }
   if (!status.ok()) return status;
+  absl::MutexLock lock(&mutex_);
+  ++lanes_;
   return lane;
 }
 

@@ -56,6 +56,8 @@ class NcclDevice {
   const std::string& device_uuid() const { return uuid_; }
   // Communicators that were made and not aborted yet, and how many were made.
   int communicators() const;
+  // Of the GPU's memory, in buffers: of channels, and of those that have ended.
+  int64_t staging_bytes() const;
 
  private:
   friend class NcclChannel;
@@ -79,6 +81,7 @@ class NcclDevice {
 
   mutable absl::Mutex mutex_;
   std::vector<Lane> free_ ABSL_GUARDED_BY(mutex_);
+  int lanes_ ABSL_GUARDED_BY(mutex_) = 0;  // that were made
   int communicators_ ABSL_GUARDED_BY(mutex_) = 0;
   bool hung_ ABSL_GUARDED_BY(mutex_) = false;
 };

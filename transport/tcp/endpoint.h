@@ -48,6 +48,9 @@ struct EndpointOptions {
   // Another way for the bytes of frames. Both ends of an edge have it or
   // neither; each edge then has one connection.
   PayloadChannelFactory payload;
+  // Where one end has it not, or cannot be met that way, the bytes go over the
+  // connection, and the log says why.
+  bool payload_optional = false;
 };
 
 // Takes the connections of one group's predecessor.

@@ -23,6 +23,7 @@ struct HopOptions {
       3;  // arrivals of one frame damaged: then the edge is given up
   FaultPolicy* faults = nullptr;  // not owned; may be null
   PayloadChannelFactory payload;  // null: over the connection
+  bool payload_optional = false;  // as in EndpointOptions
 };
 
 // How the threads of a hop are to end.

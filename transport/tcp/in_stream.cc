@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -154,8 +155,9 @@ absl::Status InStream::OnOffer(absl::string_view offer) {
   if (hop_->options().payload == nullptr) {
     status =
         MakeError(absl::StatusCode::kFailedPrecondition, "GROUP_KIND_MISMATCH",
-                  "this node moves over TCP alone: give all nodes the "
-                  "same --group");
+                  absl::StrCat(hop_->options().to,
+                               " moves over TCP alone: give all nodes the "
+                               "same --group"));
   } else {
     absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
         hop_->options().payload();
@@ -165,7 +167,12 @@ absl::Status InStream::OnOffer(absl::string_view offer) {
   }
   out_ += EncodeMessage(MessageType::kPayloadAnswer, EncodeStatus(status));
   if (absl::Status sent = FlushAll(); !sent.ok()) return sent;
-  if (!status.ok()) return ChannelFailure(hop_->options(), status);
+  if (!status.ok()) {
+    // The sender has been told, and goes on over the connection.
+    return hop_->options().payload_optional
+               ? absl::OkStatus()
+               : ChannelFailure(hop_->options(), status);
+  }
   return FromChannel(channel_->Connect(hop_->options().peer_deadline,
                                        [this] { return Stopped(); }));
 }

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "glog/logging.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -144,18 +145,28 @@ absl::Status OutStream::SendAll(const std::string& message) {
   return absl::OkStatus();
 }
 
+absl::Status OutStream::WithoutChannel(const absl::Status& why) {
+  if (!hop_->options().payload_optional)
+    return ChannelFailure(hop_->options(), why);
+  channel_ = nullptr;
+  LOG(INFO) << hop_->options().from << "->" << hop_->options().to
+            << ": bytes go over TCP: " << ReasonOf(why) << ": "
+            << why.message();
+  return absl::OkStatus();
+}
+
 absl::Status OutStream::ConnectChannel() {
   absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
       hop_->options().payload();
-  if (!channel.ok()) return ChannelFailure(hop_->options(), channel.status());
+  if (!channel.ok()) return WithoutChannel(channel.status());
   channel_ = *std::move(channel);
   const absl::StatusOr<std::string> offer = channel_->Offer();
-  if (!offer.ok()) return ChannelFailure(hop_->options(), offer.status());
+  if (!offer.ok()) return WithoutChannel(offer.status());
   absl::Status status =
       SendAll(EncodeMessage(MessageType::kPayloadOffer, *offer));
   if (status.ok()) status = ReadUntil(answered_);
-  if (status.ok()) status = ChannelFailure(hop_->options(), answer_);
   if (!status.ok() || hop_->stop_mode() != StopMode::kRun) return status;
+  if (!answer_.ok()) return WithoutChannel(answer_);
   return FromChannel(channel_->Connect(hop_->options().peer_deadline,
                                        [this] { return Stopped(); }));
 }

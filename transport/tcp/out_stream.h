@@ -42,6 +42,9 @@ class OutStream : private MessageSink {
 
   void Run();
   absl::Status Loop();
+  // There is none to be had: the bytes go over the connection, or the edge is
+  // of no use.
+  absl::Status WithoutChannel(const absl::Status& why);
   // Meets the receiver's end of the payload channel.
   absl::Status ConnectChannel();
   // Sends the batch's frames over the channel, when the receiver is ready.

@@ -47,6 +47,7 @@ HopOptions TcpGroup::Hop(int from) const {
   hop.peer_deadline = options_.peer_deadline;
   hop.faults = endpoint_->options().faults;
   hop.payload = endpoint_->options().payload;
+  hop.payload_optional = endpoint_->options().payload_optional;
   return hop;
 }
 

@@ -399,6 +399,11 @@ def cast(parts: Sequence[Part], to: Cast) -> None:
         part.dtype = dtype
 
 
+def empty_like_moved(part: Part) -> Any:
+    """A dense tensor beside the part's, on the same device, of the type in which it is moved."""
+    return part.array.new_empty(part.box_extent, dtype=torch_dtype(part.dtype))
+
+
 def copy_into(part: Part, target: numpy.ndarray) -> None:
     """Copies (and casts) a part into `target`, bytes of its size, dense."""
     source = part.array

@@ -177,12 +177,23 @@ class _Shard:
     on_gpu: bool = False
     # Where the part is copied before each publish; None when it lies where the daemon reads it.
     target: Optional[numpy.ndarray] = None
+    # The same on the part's own GPU, where the daemon reads it: a tensor of the type in which it is moved.
+    shadow: Any = None
 
 
 @dataclasses.dataclass
 class _Arena:
     array: numpy.ndarray
     address: int
+
+
+def _copied(shard: _Shard, part: tensors.Part) -> bool:
+    """Copies a part to where the daemon reads it, unless it lies there."""
+    if shard.target is not None:
+        tensors.copy_into(part, shard.target)
+    elif shard.shadow is not None:
+        shard.shadow.copy_(part.array)
+    return shard.target is not None or shard.shadow is not None
 
 
 class Trainer:
@@ -207,9 +218,10 @@ class Trainer:
     memory of this object, and cast on the way where `dtype` says so.
 
     CUDA tensors are read where they lie, by CUDA IPC, where the daemon runs with --memory=cuda; a publish waits
-    for what this process has given their GPUs to do. What cannot be exported is refused by name
-    (NOT_EXPORTABLE: expandable_segments), as is a cast on the GPU, or another kind of device (CUDA_MEMORY);
-    `bounce` copies them through the host instead.
+    for what this process has given their GPUs to do. Where `dtype` says so they are cast on their GPU, into
+    memory there that stays as long as they are registered. What cannot be exported is refused by name
+    (NOT_EXPORTABLE: expandable_segments), as is another kind of device (CUDA_MEMORY); `bounce` copies them
+    through the host instead.
 
     Args:
       model: its name, 1 to 63 of [a-z0-9._-].
@@ -267,6 +279,8 @@ class Trainer:
         self._open_files = True
         # Of these, the ones that parts are copied into.
         self._copies: List[_Arena] = []
+        # Where parts are cast on their GPUs, by what and where they are.
+        self._shadows: Dict[Tuple[Any, ...], Any] = {}
         # Names that were left out because they are another name for a tensor.
         self.tied_names: Dict[str, str] = {}
         options = _capi.TrainerOptions(
@@ -315,16 +329,11 @@ class Trainer:
         parts = name_rules.apply(self._rules, parts)
         tensors.cast(parts, self._dtype)
         for part in parts:
-            if part.on_device() and not part.in_place() and not self._bounce:
-                why = (
-                    f"and is not moved as {part.dtype.name} from there"
-                    if part.on_gpu
-                    else "which is no kind of memory that can be read from here"
-                )
+            if part.on_device() and not part.on_gpu and not self._bounce:
                 raise UnimplementedError(
                     "CUDA_MEMORY",
-                    f"{part.name} is on {part.array.device}, {why}: pass bounce=True to have it copied (and "
-                    "cast) through the host.",
+                    f"{part.name} is on {part.array.device}, which is no kind of memory that can be read from "
+                    "here: pass bounce=True to have it copied (and cast) through the host.",
                 )
         return parts
 
@@ -392,6 +401,7 @@ class Trainer:
         copied: List[Tuple[_Shard, tensors.Part]] = []
         for part in parts:
             on_gpu = part.on_gpu and not self._bounce
+            shadow = self._shadow(part) if on_gpu and not part.in_place() else None
             direct = part.in_place() and (on_gpu if part.on_device() else self._readable(part, shared))
             shard = _Shard(
                 part.name,
@@ -400,12 +410,13 @@ class Trainer:
                 part.offset,
                 part.extent,
                 part.strides if direct else None,
-                part.address if direct else 0,
+                part.address if direct else 0 if shadow is None else shadow.data_ptr(),
                 part.component,
-                on_gpu and direct,
+                on_gpu and (direct or shadow is not None),
+                shadow=shadow,
             )
             shards.append(shard)
-            if not direct:
+            if not direct and shadow is None:
                 copied.append((shard, part))
         # What has no name would be kept alive for nothing.
         for start in named_before - self._named:
@@ -417,6 +428,16 @@ class Trainer:
         )
         self._shards = shards
         self._layout = [part.describe() for part in parts]
+        # Those of another layout are closed everywhere now.
+        used = {id(shard.shadow) for shard in shards}
+        self._shadows = {key: shadow for key, shadow in self._shadows.items() if id(shadow) in used}
+
+    def _shadow(self, part: tensors.Part) -> Any:
+        """Memory on the part's GPU in which it is cast: that of the last registration if it is the same."""
+        key = (str(part.array.device), *part.describe())
+        if key not in self._shadows:
+            self._shadows[key] = tensors.empty_like_moved(part)
+        return self._shadows[key]
 
     def _readable(self, part: tensors.Part, shared: SharedMappings) -> bool:
         """Whether the daemon can read the part where it lies."""
@@ -526,16 +547,15 @@ class Trainer:
             raise invalid("LAYOUT_CHANGED", _difference(self._layout, layout))
         moved = False
         for shard, part in zip(self._shards, parts):
-            if shard.target is not None:
-                tensors.copy_into(part, shard.target)
-            elif (shard.address, shard.strides) != (part.address, part.strides):
+            if _copied(shard, part):
+                continue
+            if (shard.address, shard.strides) != (part.address, part.strides):
                 moved = True
         if moved:
             # What was read where it lay lies elsewhere now.
             self._register(parts, timeout)
             for shard, part in zip(self._shards, parts):
-                if shard.target is not None:
-                    tensors.copy_into(part, shard.target)
+                _copied(shard, part)
 
     def prepare(self, timeout: float = 60.0) -> Dict[str, Any]:
         """Joins groups and reserves memory ahead of the first publish, once all ranks have registered.
@@ -566,6 +586,10 @@ class Trainer:
     def close(self) -> None:
         """Deregisters the rank; calls that run are cancelled. Idempotent."""
         self._handle.close()
+        # Nobody reads it any more.
+        self._shadows.clear()
+        for shard in self._shards:
+            shard.shadow = None
 
     def __enter__(self) -> "Trainer":
         return self

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -23,7 +24,9 @@ constexpr absl::Duration kShort = absl::Seconds(10);
 class AgentChannel final : public tcp::PayloadChannel {
  public:
   static absl::StatusOr<std::unique_ptr<PayloadChannel>> Make(
-      const AgentChannels* channels) {
+      AgentChannels* channels) {
+    const absl::Status rested = channels->CheckRested();
+    if (!rested.ok()) return rested;
     std::unique_ptr<AgentChannel> made(new AgentChannel(channels));
     made->epoch_ = made->agent()->epoch();
     if (made->epoch_ == 0) {
@@ -52,7 +55,11 @@ class AgentChannel final : public tcp::PayloadChannel {
   }
   absl::Status Connect(absl::Duration timeout,
                        const Stopped& stopped) override {
-    return agent()->ChannelConnect(epoch_, id_, timeout, stopped);
+    const absl::Status status =
+        agent()->ChannelConnect(epoch_, id_, timeout, stopped);
+    // Not of one that was called off.
+    if (!status.ok() && !stopped()) channels_->NoteFailure(status);
+    return status;
   }
   absl::Status Send(absl::Span<const absl::Span<const char>> parts,
                     absl::Duration timeout, const Stopped& stopped) override {
@@ -65,7 +72,7 @@ class AgentChannel final : public tcp::PayloadChannel {
   }
 
  private:
-  explicit AgentChannel(const AgentChannels* channels) : channels_(channels) {}
+  explicit AgentChannel(AgentChannels* channels) : channels_(channels) {}
   DeviceAgent* agent() const { return channels_->agent_; }
   int64_t buffer_bytes() const { return channels_->staging_bytes_; }
 
@@ -152,7 +159,7 @@ class AgentChannel final : public tcp::PayloadChannel {
     return absl::OkStatus();
   }
 
-  const AgentChannels* const channels_;
+  AgentChannels* const channels_;
   uint64_t epoch_ = 0;
   uint64_t id_ = 0;
   char* buffer_ = nullptr;
@@ -168,6 +175,23 @@ void AgentChannels::AddMemory(const char* data, int64_t bytes, uint64_t epoch,
 void AgentChannels::RemoveMemory(const char* data) {
   absl::MutexLock lock(&mutex_);
   ranges_.erase(data);
+}
+
+absl::Status AgentChannels::CheckRested() const {
+  absl::MutexLock lock(&mutex_);
+  const absl::Duration left = failed_at_ + rest_ - absl::Now();
+  if (left <= absl::ZeroDuration()) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kUnavailable, "CHANNEL_RESTS",
+      absl::StrCat("a channel did not connect (", ReasonOf(failure_), ": ",
+                   failure_.message(), "); tried again in ",
+                   absl::FormatDuration(left)));
+}
+
+void AgentChannels::NoteFailure(const absl::Status& status) {
+  absl::MutexLock lock(&mutex_);
+  failed_at_ = absl::Now();
+  failure_ = status;
 }
 
 bool AgentChannels::Find(const char* data, int64_t bytes, uint64_t epoch,

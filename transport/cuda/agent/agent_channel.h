@@ -11,6 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "transport/cuda/agent/device_agent.h"
 #include "transport/tcp/payload_channel.h"
 
@@ -28,8 +30,11 @@ namespace cuda {
 class AgentChannels {
  public:
   // `agent` outlives this. `staging_bytes`: as in the agent's configuration.
-  AgentChannels(DeviceAgent* agent, int64_t staging_bytes)
-      : agent_(agent), staging_bytes_(staging_bytes) {}
+  // After a channel that did not connect there is none for `rest`, for those
+  // who have another way: what cannot be is not tried at each update.
+  AgentChannels(DeviceAgent* agent, int64_t staging_bytes,
+                absl::Duration rest = absl::ZeroDuration())
+      : agent_(agent), staging_bytes_(staging_bytes), rest_(rest) {}
 
   // [data, data + bytes) is host memory `host` of the agent's epoch.
   void AddMemory(const char* data, int64_t bytes, uint64_t epoch,
@@ -44,13 +49,19 @@ class AgentChannels {
     int64_t bytes;
     uint64_t epoch, host;
   };
+  // UNAVAILABLE (CHANNEL_RESTS), with what the last one failed of.
+  absl::Status CheckRested() const;
+  void NoteFailure(const absl::Status& status);
   // False when it is not mapped by the agent of this epoch.
   bool Find(const char* data, int64_t bytes, uint64_t epoch,
             AgentPart* part) const;
 
   DeviceAgent* const agent_;
   const int64_t staging_bytes_;
+  const absl::Duration rest_;
   mutable absl::Mutex mutex_;
+  absl::Time failed_at_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
+  absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   std::map<const char*, Range> ranges_ ABSL_GUARDED_BY(mutex_);
 };
 

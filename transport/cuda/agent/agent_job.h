@@ -94,8 +94,8 @@ struct AgentUsage {
   int64_t free_bytes = 0;  // of the whole GPU
   int64_t total_bytes = 0;
   int64_t imports = 0;
-  // Of channels over NCCL: their staging, and by how much less was free when
-  // their communicators had been made.
+  // Of channels over NCCL: staging buffers, also those that wait for the next
+  // one, and by how much less was free when communicators had been made.
   int64_t nccl_bytes = 0;
 };
 

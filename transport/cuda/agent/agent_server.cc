@@ -381,8 +381,9 @@ class AgentServer {
     told.total_bytes = usage->total_bytes;
     told.imports = memory_->imports()->size();
     absl::MutexLock lock(&mutex_);
+    if (nccl_ != nullptr) told.nccl_bytes = nccl_->staging_bytes();
     for (const auto& [id, channel] : channels_)
-      told.nccl_bytes += channel->device_bytes;
+      told.nccl_bytes += channel->communicator_bytes;
     out->Put(told);
     return absl::OkStatus();
   }
@@ -585,7 +586,7 @@ class AgentServer {
   struct Channel {
     std::unique_ptr<tcp::PayloadChannel> end;
     std::atomic<bool> stop{false};
-    std::atomic<int64_t> device_bytes{0};
+    std::atomic<int64_t> communicator_bytes{0};
   };
 
   // 0 where it cannot be told.
@@ -613,13 +614,11 @@ class AgentServer {
       }
       device = nccl_.get();
     }
-    const int64_t before = FreeBytes();
     absl::StatusOr<std::unique_ptr<tcp::PayloadChannel>> end =
         device->NewChannel();
     if (!end.ok()) return end.status();
     auto channel = std::make_shared<Channel>();
     channel->end = *std::move(end);
-    channel->device_bytes = std::max<int64_t>(0, before - FreeBytes());
     absl::MutexLock lock(&mutex_);
     out->Put(++next_id_);
     channels_[next_id_] = std::move(channel);
@@ -643,7 +642,7 @@ class AgentServer {
       // NCCL does not say what it takes.
       const int64_t before = FreeBytes();
       const absl::Status status = channel->end->Connect(timeout, stopped);
-      channel->device_bytes += std::max<int64_t>(0, before - FreeBytes());
+      channel->communicator_bytes = std::max<int64_t>(0, before - FreeBytes());
       return status;
     }
     const bool send = in->Get<bool>();

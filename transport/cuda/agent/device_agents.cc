@@ -76,6 +76,11 @@ std::string DeviceAgents::Names() const {
   return names.empty() ? "none" : absl::StrJoin(names, ", ");
 }
 
+std::string DeviceAgents::first() const {
+  absl::MutexLock lock(&mutex_);
+  return gpus_.empty() ? "" : gpus_[0]->device.uuid;
+}
+
 absl::StatusOr<DeviceAgent*> DeviceAgents::Get(const std::string& uuid) {
   Gpu* gpu = nullptr;
   DeviceAgent::Options options = options_.agent;
