@@ -15,6 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "daemon/http/http_server.h"
+#include "daemon/http/metrics.h"
 #include "daemon/node/node_journal.h"
 #include "daemon/service/admin_service.h"
 #include "daemon/service/agent.h"
@@ -141,12 +143,14 @@ class DaemonImpl final : public Daemon {
   absl::Status StartDevices();
   absl::Status StartCoordinator();
   absl::Status StartServer();
+  absl::Status StartPages();
   absl::Status WriteReadyFile();
   absl::Status Welcomed(const v1::Welcome& welcome);
 
   Options options_;
   Addresses addresses_;
   std::vector<HostPort> listen_;
+  HostPort http_;
   std::string cluster_id_;
   int64_t newest_term_ = 0;
   bool shut_down_ = false;
@@ -174,13 +178,15 @@ class DaemonImpl final : public Daemon {
   std::unique_ptr<TrainerServiceImpl> trainer_service_;
   std::unique_ptr<ReplicaServiceImpl> replica_service_;
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<HttpServer> pages_;
 };
 
 absl::Status DaemonImpl::Start() {
   for (absl::Status (DaemonImpl::*step)() :
        {&DaemonImpl::CheckOptions, &DaemonImpl::TakePlaces,
         &DaemonImpl::StartTransport, &DaemonImpl::StartCoordinator,
-        &DaemonImpl::StartServer, &DaemonImpl::WriteReadyFile}) {
+        &DaemonImpl::StartServer, &DaemonImpl::StartPages,
+        &DaemonImpl::WriteReadyFile}) {
     const absl::Status status = (this->*step)();
     if (!status.ok()) return status;
   }
@@ -203,6 +209,14 @@ absl::Status DaemonImpl::CheckOptions() {
         CheckReach(*address, options_.insecure, "listen");
     if (!reach.ok()) return reach;
     listen_.push_back(*address);
+  }
+  if (!options_.http_address.empty()) {
+    absl::StatusOr<HostPort> address = ParseHostPort(options_.http_address);
+    if (!address.ok()) return address.status();
+    const absl::Status reach =
+        CheckReach(*address, options_.insecure, "http_address");
+    if (!reach.ok()) return reach;
+    http_ = *address;
   }
   const absl::StatusOr<HostPort> data = ParseHost(options_.data_address);
   if (!data.ok()) return data.status();
@@ -514,6 +528,36 @@ absl::Status DaemonImpl::StartServer() {
   return absl::OkStatus();
 }
 
+absl::Status DaemonImpl::StartPages() {
+  if (options_.http_address.empty()) return absl::OkStatus();
+  const absl::Status free = WhyNotListen(http_);
+  if (!free.ok()) return free;
+  // Nobody who looks waits longer than one who calls.
+  const absl::Duration patience = options_.deadlines.call;
+  auto pages = HttpServer::Start(
+      http_.text(),
+      {{"/metrics", kMetricsType,
+        [this, patience]() -> absl::StatusOr<std::string> {
+          auto memory = agent_->AskMemory(patience);
+          if (!memory.ok()) return memory.status();
+          return RenderMetrics(options_.node, kSoftwareVersion, *memory);
+        }},
+       {"/healthz", "text/plain; charset=utf-8",
+        [this, patience]() -> absl::StatusOr<std::string> {
+          auto memory = agent_->AskMemory(patience);
+          if (!memory.ok()) return memory.status();
+          return std::string("ok\n");
+        }}},
+      patience);
+  if (!pages.ok()) return pages.status();
+  pages_ = *std::move(pages);
+  http_.port = pages_->port();
+  addresses_.http = http_.text();
+  LOG(INFO) << "pages for Prometheus and probes: http://" << addresses_.http
+            << "/metrics, /healthz";
+  return absl::OkStatus();
+}
+
 absl::Status DaemonImpl::WriteReadyFile() {
   if (options_.ready_file.empty()) return absl::OkStatus();
   nlohmann::json ready = {
@@ -524,6 +568,7 @@ absl::Status DaemonImpl::WriteReadyFile() {
       {"unix_socket", addresses_.unix_socket},
       {"descriptor_socket", addresses_.descriptor_socket},
       {"data_address", addresses_.data_address},
+      {"http", addresses_.http},
       {"coordinator", coordinator_ != nullptr},
       {"coordinator_address", options_.coordinator_address},
   };
@@ -537,6 +582,7 @@ void DaemonImpl::Shutdown() {
   if (shut_down_) return;
   shut_down_ = true;
   if (ready_written_) unlink(options_.ready_file.c_str());
+  pages_ = nullptr;
   if (server_ != nullptr && server_->GetHealthCheckService() != nullptr) {
     server_->GetHealthCheckService()->SetServingStatus(false);
   }

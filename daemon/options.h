@@ -70,6 +70,8 @@ struct Options {
   std::string node;
   // "host:port", numeric or "localhost"; port 0 takes a free one. May be empty.
   std::vector<std::string> listen;
+  // As one of `listen`: pages over HTTP. Empty: none.
+  std::string http_address;
   // Path. Its descriptors are handed over at the path + ".fd".
   std::string unix_socket;
   // Allows addresses that other machines can reach, without TLS.
@@ -152,6 +154,8 @@ struct Addresses {
   std::string unix_socket;
   std::string descriptor_socket;
   std::string data_address;
+  // Empty: none.
+  std::string http;
 };
 
 }  // namespace daemon

@@ -133,7 +133,8 @@ TEST_F(WeightsyncdTest, ASecondOneSaysWhyItDoesNotStartAndDisturbsNobody) {
   const std::string listen = ready["listen"][0];
   for (const std::string& flag :
        {absl::StrCat("--unix_socket=", Path("a.sock")),
-        absl::StrCat("--listen=", listen)}) {
+        absl::StrCat("--listen=", listen),
+        absl::StrCat("--http_address=", listen)}) {
     EXPECT_EQ(WaitExit(Start("b", {flag})), 3) << flag;
     EXPECT_THAT(ReadFile(Path("b.out")), HasSubstr("SOCKET_IN_USE")) << flag;
   }
@@ -174,8 +175,10 @@ TEST_F(WeightsyncdTest, WrongFlagsAreNamed) {
     EXPECT_EQ(WaitExit(Start("a", {wrong.flag})), 1) << wrong.flag;
     EXPECT_THAT(ReadFile(Path("a.out")), HasSubstr(wrong.text)) << wrong.flag;
   }
-  EXPECT_EQ(WaitExit(Start("a", {"--listen=0.0.0.0:0"})), 1);
-  EXPECT_THAT(ReadFile(Path("a.out")), HasSubstr("INSECURE_REQUIRED"));
+  for (const char* flag : {"--listen=0.0.0.0:0", "--http_address=0.0.0.0:0"}) {
+    EXPECT_EQ(WaitExit(Start("a", {flag})), 1) << flag;
+    EXPECT_THAT(ReadFile(Path("a.out")), HasSubstr("INSECURE_REQUIRED"));
+  }
 }
 
 TEST_F(WeightsyncdTest, HelpAndVersion) {

@@ -30,6 +30,10 @@ DEFINE_string(
     "needs "
     "--insecure.");
 DEFINE_string(
+    http_address, "",
+    "Address for pages over plain HTTP: /metrics for Prometheus, /healthz for "
+    "probes; as one of --listen. Empty: none.");
+DEFINE_string(
     unix_socket, "",
     "Path of the unix socket to serve at; descriptors of shared memory are "
     "handed over "
@@ -41,7 +45,8 @@ DEFINE_string(
 DEFINE_bool(
     insecure, false,
     "Serve, without TLS, at addresses that other machines can reach (--listen, "
-    "--data_address): whoever reaches them can read and replace weights.");
+    "--data_address, --http_address): whoever reaches the first two can read "
+    "and replace weights.");
 DEFINE_string(coordinator_address, "",
               "The daemon that coordinates, \"host:port\" or \"unix:PATH\". "
               "Empty: this daemon "
@@ -405,6 +410,7 @@ absl::StatusOr<Options> OptionsFromFlags() {
   }
   options.unix_socket =
       FLAGS_unix_socket.empty() ? DefaultUnixSocket() : FLAGS_unix_socket;
+  options.http_address = FLAGS_http_address;
   options.insecure = FLAGS_insecure;
   options.coordinator_address = FLAGS_coordinator_address;
   options.data_address = FLAGS_data_address;

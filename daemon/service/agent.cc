@@ -202,6 +202,26 @@ v1::NodeHeartbeat Agent::MakeHeartbeat() {
   return heartbeat;
 }
 
+absl::StatusOr<v1::MemoryUse> Agent::AskMemory(absl::Duration timeout) {
+  struct Answer {
+    v1::MemoryUse memory;
+    absl::Notification there;
+  };
+  auto answer = std::make_shared<Answer>();
+  loop_.Post([this, answer] {
+    answer->memory = MemoryUse();
+    answer->there.Notify();
+  });
+  if (!answer->there.WaitForNotificationWithTimeout(timeout)) {
+    return ErrorStatus(absl::StatusCode::kUnavailable, "NODE_BUSY",
+                       absl::StrCat("node ", options_.node,
+                                    " has not answered itself within ",
+                                    absl::FormatDuration(timeout),
+                                    ": see its log"));
+  }
+  return std::move(answer->memory);
+}
+
 v1::MemoryUse Agent::MemoryUse() {
   v1::MemoryUse use;
   store_.FillMemoryUse(&use);

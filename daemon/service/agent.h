@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "daemon/node/checkpoints.h"
 #include "daemon/node/device_copies.h"
@@ -79,6 +80,10 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   void Shutdown();
   // When no stream is left. Idempotent.
   void StopLoops();
+
+  // What GetNode shows of its memory, now. From any other thread than the
+  // loop's. UNAVAILABLE (NODE_BUSY): the loop has not come to it in `timeout`.
+  absl::StatusOr<v1::MemoryUse> AskMemory(absl::Duration timeout);
 
   // Runs `task` on the loop.
   void Post(Loop::Task task) { loop_.Post(std::move(task)); }

@@ -99,6 +99,7 @@ class Node:
         self.process = process
         self.listen = addresses["listen"][0]
         self.socket = f"unix:{addresses['unix_socket']}"
+        self.http = addresses["http"]
 
 
 class Cluster:

@@ -1,0 +1,27 @@
+// What Prometheus is told of a node.
+
+#ifndef WEIGHTSYNC_DAEMON_HTTP_METRICS_H_
+#define WEIGHTSYNC_DAEMON_HTTP_METRICS_H_
+
+#include <string>
+
+#include "weightsync/v1/admin.pb.h"
+
+namespace weightsync {
+namespace daemon {
+
+// The content type that goes with it.
+inline constexpr char kMetricsType[] =
+    "text/plain; version=0.0.4; charset=utf-8";
+
+// In the text format, all names beginning with weightsync_, sizes in bytes. The
+// figures are those of MemoryUse in GetNode: of the store, of trainers' arenas,
+// of the process, and of each GPU apart (weightsync_gpu_*, labelled with its
+// device_uuid and device_name).
+std::string RenderMetrics(const std::string& node, const std::string& version,
+                          const v1::MemoryUse& memory);
+
+}  // namespace daemon
+}  // namespace weightsync
+
+#endif  // WEIGHTSYNC_DAEMON_HTTP_METRICS_H_
