@@ -396,7 +396,7 @@ TEST_F(DeviceStoreTest, ACheckpointIsWrittenFromAGpu) {
   v1::LoadVersionRequest request;
   request.set_name(model);
   request.set_path("two");
-  v1::LoadVersionResponse response;
+  v1::Version response;
   const grpc::Status loaded =
       Admin("a")->LoadVersion(&context, request, &response);
   ASSERT_TRUE(loaded.ok()) << loaded.error_message();
