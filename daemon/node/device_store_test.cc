@@ -50,8 +50,10 @@ bool Eventually(const std::function<bool()>& condition) {
 
 class DeviceStoreTest : public ::testing::Test {
  protected:
-  void Make(int64_t device_bytes) {
-    node_ = std::make_unique<TestNode>("a", OnDevice(device_bytes));
+  void Make(int64_t device_bytes, int keep_updates = 2) {
+    TestNode::Options options = OnDevice(device_bytes);
+    options.keep_updates = keep_updates;
+    node_ = std::make_unique<TestNode>("a", options);
     const v1::DefineLayout define =
         ModelBuilder("models/m")
             .BucketBytes(256 << 10)
@@ -160,7 +162,7 @@ TEST_F(DeviceStoreTest, EachGpuHasABudgetOfItsOwn) {
 }
 
 TEST_F(DeviceStoreTest, WhatALostGpuHadIsGone) {
-  Make(4 << 20);
+  Make(4 << 20, /*keep_updates=*/4);
   Commit("old", {});
   Commit("copied");
   auto pin = store().Pin("copied");

@@ -279,8 +279,10 @@ void TrainerSessions::AllocateArena(
   node_.reserving->Post(
       [this, id = (*session)->id, bytes, answer, name = (*session)->Name()] {
         const absl::Time begin = absl::Now();
+        transport::AllocateOptions allocate;
+        allocate.name = name;
         absl::StatusOr<std::unique_ptr<transport::Segment>> made =
-            node_.memory->Allocate(bytes, {/*name=*/name});
+            node_.memory->Allocate(bytes, allocate);
         if (!made.ok()) {
           answer->Finish(ApiStatus(made.status()));
           return;

@@ -103,8 +103,18 @@ class DeviceStoreTest : public GpuClusterTest {
     const auto found = cluster_.GetNode(node);
     return found.ok() ? found->memory() : v1::MemoryUse();
   }
-  bool Serves(const std::string& replica) {
-    return cluster_.WaitReplicaState(replica, v1::Replica::STATE_SERVING);
+  // Waits until it does. Its memory is not to be read before: a worker may be
+  // writing it.
+  bool Serves(const std::string& replica, int64_t version) {
+    return WaitUntil([&] {
+      grpc::ClientContext context;
+      v1::GetReplicaRequest request;
+      request.set_name(absl::StrCat("models/", kModel, "/replicas/", replica));
+      v1::Replica found;
+      return Admin("a")->GetReplica(&context, request, &found).ok() &&
+             found.state() == v1::Replica::STATE_SERVING &&
+             found.version() == version;
+    });
   }
   bool Verify(const std::string& replica) {
     grpc::ClientContext context;
@@ -156,7 +166,10 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
     // On another GPU of the node, and on another node.
     OneWorker other(&cluster_, "a", "other", 1);
     OneWorker far(&cluster_, "b", "far", 3);
-    ASSERT_TRUE(WaitUntil([&] { return other.Holds(4) && far.Holds(4); }));
+    ASSERT_TRUE(Serves("other", 4));
+    ASSERT_TRUE(Serves("far", 4));
+    EXPECT_TRUE(other.Holds(4));
+    EXPECT_TRUE(far.Holds(4));
     for (const int version : {5, 6, 7}) {
       v1::UpdateOptions options;
       options.set_verify_source(version == 6);
@@ -193,7 +206,8 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
   }
   // Of a worker without a GPU, what it needs lies in host memory.
   OneWorker host(&cluster_, "a", "host", -1);
-  ASSERT_TRUE(WaitUntil([&] { return host.Holds(10); }));
+  ASSERT_TRUE(Serves("host", 10));
+  EXPECT_TRUE(host.Holds(10));
   auto published = trainer.Publish(11);
   ASSERT_TRUE(published.ok()) << published.status();
   EXPECT_TRUE(host.Holds(11));
@@ -201,12 +215,14 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
   EXPECT_GT(Memory("a").store_used_bytes(), 0);
   // One that comes when the bytes are on a GPU is brought a copy.
   OneWorker late(&cluster_, "b", "late", 2);
-  ASSERT_TRUE(WaitUntil([&] { return late.Holds(11); }));
+  ASSERT_TRUE(Serves("late", 11));
+  EXPECT_TRUE(late.Holds(11));
   published = trainer.Publish(12);
   ASSERT_TRUE(published.ok()) << published.status();
   EXPECT_TRUE(late.Holds(12));
   OneWorker later(&cluster_, "b", "later", -1);
-  ASSERT_TRUE(WaitUntil([&] { return later.Holds(12); }));
+  ASSERT_TRUE(Serves("later", 12));
+  EXPECT_TRUE(later.Holds(12));
   EXPECT_TRUE(Verify("later"));
 }
 
@@ -255,7 +271,8 @@ TEST_F(DeviceStoreTest, WhatADeadAgentHadComesFromAnotherHolder) {
   }));
   // A worker that comes now gets it from the other node.
   OneWorker late(&cluster_, "a", "late", 0);
-  ASSERT_TRUE(WaitUntil([&] { return late.Holds(1); }));
+  ASSERT_TRUE(Serves("late", 1));
+  EXPECT_TRUE(late.Holds(1));
   EXPECT_TRUE(Verify("late"));
   EXPECT_EQ(cluster_.GetNode("a")->update_ids_size(), 1);
   const auto published = trainer.Publish(2);
@@ -281,8 +298,8 @@ TEST_F(DeviceStoreTest, AnAgentThatDiesBetweenVerifiedAndApplied) {
   const auto published = trainer.Publish(2);
   EXPECT_FALSE(kill_it);
   EXPECT_TRUE(published.ok()) << published.status();
-  ASSERT_TRUE(WaitUntil([&] { return near.Holds(2); }));
-  ASSERT_TRUE(Serves("near"));
+  ASSERT_TRUE(Serves("near", 2));
+  EXPECT_TRUE(near.Holds(2));
   EXPECT_TRUE(far.Holds(2));
   EXPECT_TRUE(Verify("near"));
 }
@@ -308,7 +325,7 @@ TEST_F(DeviceStoreTest, AnAgentThatDiesWithTheOnlyCopy) {
       << published.status();
   gpu_sim::Plant("");
   EXPECT_TRUE(near.Holds(1));
-  ASSERT_TRUE(Serves("near"));
+  ASSERT_TRUE(Serves("near", 1));
   published = trainer.Publish(3);
   ASSERT_TRUE(published.ok()) << published.status();
   EXPECT_TRUE(near.Holds(3));
@@ -321,8 +338,8 @@ TEST_F(DeviceStoreTest, AnAgentThatDiesWithTheOnlyCopy) {
   EXPECT_TRUE(near.Holds(3) || near.Holds(4));
   published = trainer.Publish(5);
   ASSERT_TRUE(published.ok()) << published.status();
-  ASSERT_TRUE(WaitUntil([&] { return near.Holds(5); }));
-  ASSERT_TRUE(Serves("near"));
+  ASSERT_TRUE(Serves("near", published->version()));
+  EXPECT_TRUE(near.Holds(5));
   EXPECT_TRUE(Verify("near"));
 }
 
@@ -344,12 +361,12 @@ TEST_F(DeviceStoreTest, NoRoomIsSaidWithTheSums) {
         << said << " is not in: " << published.status();
   }
   EXPECT_TRUE(near.Holds(1));
-  ASSERT_TRUE(Serves("near"));
-
-  // A GPU that is full says so itself.
+  ASSERT_TRUE(Serves("near", 1));
+  // Others are served meanwhile.
   StartNode("b", DeviceFlags());
   OneWorker far(&cluster_, "b", "far", 3);
-  ASSERT_TRUE(WaitUntil([&] { return far.Holds(1); }));
+  ASSERT_TRUE(Serves("far", 1));
+  EXPECT_TRUE(far.Holds(1));
 }
 
 TEST_F(DeviceStoreTest, AFullGpuIsNamed) {
@@ -396,12 +413,12 @@ TEST_F(DeviceStoreTest, ACheckpointIsWrittenFromAGpu) {
   v1::LoadVersionRequest request;
   request.set_name(model);
   request.set_path("two");
-  v1::LoadVersionResponse response;
+  v1::Version response;
   const grpc::Status loaded =
       Admin("a")->LoadVersion(&context, request, &response);
   ASSERT_TRUE(loaded.ok()) << loaded.error_message();
-  EXPECT_TRUE(WaitUntil([&] { return near.Holds(2); }));
-  EXPECT_TRUE(Serves("near"));
+  ASSERT_TRUE(Serves("near", response.version()));
+  EXPECT_TRUE(near.Holds(2));
 }
 
 TEST_F(DeviceStoreTest, AWorkerThatCannotOpenItIsBroughtCopies) {
@@ -413,7 +430,8 @@ TEST_F(DeviceStoreTest, AWorkerThatCannotOpenItIsBroughtCopies) {
   // As between containers without a common name space.
   gpu_sim::Plant("call=cudaIpcOpenMemHandle process=test error=1 count=0");
   OneWorker closed(&cluster_, "a", "closed", 0);
-  ASSERT_TRUE(WaitUntil([&] { return closed.Holds(1); }));
+  ASSERT_TRUE(Serves("closed", 1));
+  EXPECT_TRUE(closed.Holds(1));
   for (const int version : {2, 3}) {
     const auto published = trainer.Publish(version);
     ASSERT_TRUE(published.ok()) << published.status();
