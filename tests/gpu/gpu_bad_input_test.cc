@@ -58,7 +58,13 @@ class BareTrainer {
     shard->mutable_parameter()->set_dtype(v1::DTYPE_BF16);
     shard->mutable_parameter()->add_shape(8);
   }
-  ~BareTrainer() { context_.TryCancel(), stream_->Finish(); }
+  // Until the daemon has ended the session: its memory is closed then.
+  ~BareTrainer() {
+    stream_->WritesDone();
+    v1::TrainerEvent event;
+    while (stream_->Read(&event)) continue;
+    stream_->Finish();
+  }
 
   v1::CudaIpcMemory* memory() {
     return request_.mutable_regions(0)->mutable_memory()->mutable_cuda_ipc();
@@ -376,7 +382,9 @@ TEST_F(GpuBadInputTest, AWorkerThatWantsAnotherType) {
   options.model = kModel;
   const auto trainer = client::Trainer::Connect(options);
   ASSERT_TRUE(trainer.ok()) << trainer.status();
-  ASSERT_TRUE((*trainer)->RegisterShards(masters.tensors()).ok());
+  const absl::Status registered =
+      (*trainer)->RegisterShards(masters.tensors()).status();
+  ASSERT_TRUE(registered.ok()) << registered;
   GpuTensors live(Parameters(), 1);
   client::WorkerOptions wanting;
   wanting.address = cluster_.address("a");
