@@ -63,11 +63,11 @@ class DeviceAgents {
   // (MIG_NO_IPC), and the errors of DeviceAgent::Start.
   absl::StatusOr<DeviceAgent*> Get(const std::string& uuid);
 
-  // The UUID of the first that is served; empty where there is none.
-  std::string first() const;
-
   // Those that Get was called for, in the order of the machine. At once.
   std::vector<DeviceReport> Reports() const;
+
+  // The UUID of the first that is served; empty where there is none.
+  std::string first() const;
 
  private:
   struct Gpu {
