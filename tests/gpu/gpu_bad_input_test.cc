@@ -11,10 +11,12 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "client/cc/trainer.h"
 #include "client/cc/worker.h"
@@ -57,8 +59,20 @@ class BareTrainer {
     shard->mutable_parameter()->set_name("w");
     shard->mutable_parameter()->set_dtype(v1::DTYPE_BF16);
     shard->mutable_parameter()->add_shape(8);
+    heartbeats_ = std::thread([this] {
+      while (!stop_.WaitForNotificationWithTimeout(absl::Milliseconds(200)))
+        stream_->Write(v1::TrainerHeartbeat());
+    });
   }
-  ~BareTrainer() { context_.TryCancel(), stream_->Finish(); }
+  // Until the daemon has ended the session: its memory is closed then.
+  ~BareTrainer() {
+    stop_.Notify();
+    heartbeats_.join();
+    stream_->WritesDone();
+    v1::TrainerEvent event;
+    while (stream_->Read(&event)) continue;
+    stream_->Finish();
+  }
 
   v1::CudaIpcMemory* memory() {
     return request_.mutable_regions(0)->mutable_memory()->mutable_cuda_ipc();
@@ -86,6 +100,8 @@ class BareTrainer {
       grpc::ClientReaderWriter<v1::TrainerHeartbeat, v1::TrainerEvent>>
       stream_;
   v1::RegisterShardsRequest request_;
+  absl::Notification stop_;
+  std::thread heartbeats_;
 };
 
 ::testing::AssertionResult Refused(const absl::Status& status,
@@ -376,7 +392,9 @@ TEST_F(GpuBadInputTest, AWorkerThatWantsAnotherType) {
   options.model = kModel;
   const auto trainer = client::Trainer::Connect(options);
   ASSERT_TRUE(trainer.ok()) << trainer.status();
-  ASSERT_TRUE((*trainer)->RegisterShards(masters.tensors()).ok());
+  const absl::Status registered =
+      (*trainer)->RegisterShards(masters.tensors()).status();
+  ASSERT_TRUE(registered.ok()) << registered;
   GpuTensors live(Parameters(), 1);
   client::WorkerOptions wanting;
   wanting.address = cluster_.address("a");

@@ -13,7 +13,7 @@ import pytest
 import readme
 
 sys.path.insert(0, str(readme.ROOT))
-from tests.chaos import chaos, checker, journal  # noqa: E402
+from tests.chaos import chaos, checker, gpus, journal  # noqa: E402
 
 HASHES = {content: f"{content:016x}" for content in range(1, 12)}
 # Bytes of no content.
@@ -301,6 +301,30 @@ def test_the_state_of_an_update_follows_its_coordinator():
 
 
 # ---- planted faults ----
+
+
+def test_what_the_simulated_gpu_finds_is_told_once(tmp_path):
+    machine = gpus.Machine(str(tmp_path), "bazel-bin", "auto")
+    assert machine.findings() == []
+    for line in ("a leak", "a use of freed memory"):
+        with open(f"{machine.dir}/findings", "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        assert machine.findings() == [line]
+    assert machine.findings() == []
+
+
+def test_each_process_has_its_part_of_the_simulated_gpus(tmp_path):
+    machine = gpus.Machine(str(tmp_path), "bazel-bin", "nccl")
+    assert [machine.next() for _ in range(gpus.DEVICES + 1)] == [*range(gpus.DEVICES), 0]
+    flags = machine.daemon_flags(3)
+    # NCCL takes the first of them: that of the node.
+    (uuids,) = [flag.split("=")[1].split(",") for flag in flags if flag.startswith("--device_uuid=")]
+    assert uuids[0] == gpus.uuid(3) == "GPU-a3b4c5d6-e7f8-091a-2b3c-4d5e6f8091a2"
+    assert len(set(uuids)) == gpus.DEVICES
+    machine.plant("process=n1 call=cudaMalloc error=2")
+    with open(f"{machine.dir}/faults", encoding="utf-8") as file:
+        assert file.read() == "process=n1 call=cudaMalloc error=2\n"
+    assert machine.environment("n1")["GPU_SIM_ROLE"] == "n1"
 
 
 @pytest.fixture

@@ -258,6 +258,7 @@ def test_cuda_tensors_are_looked_up_on_a_gpu(address, model, dtype):
             with pytest.raises(weightsync.WeightsyncError, match="w: ") as error:
                 trainer.register({"w": None})
             assert error.value.reason in reasons
+            patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on("cuda")])
             with pytest.raises(weightsync.WeightsyncError, match="w: ") as error:
                 weightsync.Worker(model, "r", {"w": None}, address=address)
             assert error.value.reason in reasons

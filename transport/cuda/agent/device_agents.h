@@ -70,11 +70,11 @@ class DeviceAgents {
   void OnLost(std::function<void(const std::string& device_uuid)> lost)
       ABSL_LOCKS_EXCLUDED(lost_mutex_);
 
-  // The UUID of the first that is served; empty where there is none.
-  std::string first() const;
-
   // Those that Get was called for, in the order of the machine. At once.
   std::vector<DeviceReport> Reports() const;
+
+  // The UUID of the first that is served; empty where there is none.
+  std::string first() const;
 
  private:
   struct Gpu {
