@@ -722,30 +722,31 @@ void CoordinatorCore::Forget() {
 
 v1::NodeCommand* CoordinatorCore::SendTo(const std::string& name) {
   const NodeRun* node = ConnectedNode(name);
-  actions_.push_back(
-      SendCommand{node == nullptr ? std::string() : node->stream, {}});
-  return &absl::get<SendCommand>(actions_.back()).command;
+  SendCommand* send = Add<SendCommand>();
+  if (node != nullptr) send->node_stream = node->stream;
+  return &send->command;
 }
 
 v1::Reply* CoordinatorCore::ReplyTo(const std::string& stream,
                                     int64_t correlation, const Fault& fault) {
-  actions_.push_back(SendCommand{stream, {}});
-  v1::Reply* reply =
-      absl::get<SendCommand>(actions_.back()).command.mutable_reply();
+  SendCommand* send = Add<SendCommand>();
+  send->node_stream = stream;
+  v1::Reply* reply = send->command.mutable_reply();
   reply->set_correlation_id(correlation);
   if (!fault.ok()) *reply->mutable_failure() = ToProto(fault);
   return reply;
 }
 
 internal::v1::JournalRecord* CoordinatorCore::Write() {
-  actions_.push_back(JournalAppend());
-  return &absl::get<JournalAppend>(actions_.back()).record;
+  return &Add<JournalAppend>()->record;
 }
 
 void CoordinatorCore::Changed(const v1::Version& record) {
   const std::string& name = record.name();
-  actions_.push_back(VersionChanged{name.substr(0, name.find("/versions/")),
-                                    record.version(), record.update_id()});
+  VersionChanged* changed = Add<VersionChanged>();
+  changed->model = name.substr(0, name.find("/versions/"));
+  changed->version = record.version();
+  changed->update_id = record.update_id();
 }
 
 UpdateKey CoordinatorCore::KeyOf(const std::string& update_id) {

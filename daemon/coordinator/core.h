@@ -355,6 +355,13 @@ class CoordinatorCore {
   void Forget();
   // The actions of this call, in order.
   Actions Take();
+  // Another one, made in its place. Valid until the next.
+  template <typename T>
+  T* Add() {
+    if (actions_.empty()) actions_.reserve(8);
+    actions_.emplace_back(absl::in_place_type_t<T>());
+    return &absl::get<T>(actions_.back());
+  }
   // Sends to the node, or nowhere when its stream is down: what matters is said
   // again when it is back.
   v1::NodeCommand* SendTo(const std::string& node);
