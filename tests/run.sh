@@ -237,11 +237,11 @@ if [[ -z "$fast" ]] && wanted chaos; then
   heading "chaos on simulated GPUs (each trial is a test)"
   if [[ -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]]; then
     # Of these seeds most trials are faults of agents and of communicators.
-    for run in "tcp 75" "nccl 125"; do
-      read -r group seed <<<"$run"
-      tests/chaos/run.sh --gpu "$group" --trials 6 --minutes 2 --seed "$seed" --json "$work/chaos_$group.json" ||
-        echo "chaos: there are findings"
-      add chaos "$work/chaos_$group.json"
+    for run in "tcp host 75" "nccl host 125" "tcp device 75"; do
+      read -r group store seed <<<"$run"
+      tests/chaos/run.sh --gpu "$group" --store "$store" --trials 6 --minutes 2 --seed "$seed" \
+        --json "$work/chaos_${group}_$store.json" || echo "chaos: there are findings"
+      add chaos "$work/chaos_${group}_$store.json"
     done
   else
     echo "skipped: no CUDA toolkit to build the simulator with"

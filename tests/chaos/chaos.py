@@ -151,7 +151,7 @@ class Run:
 
     def _machine(self):
         group = {"nccl": self.rng.choice(["nccl", "nccl", "auto"]), "tcp": "tcp"}[self.arguments.gpu]
-        return gpus.Machine(self.dir, self.arguments.programs, group)
+        return gpus.Machine(self.dir, self.arguments.programs, group, self.arguments.store)
 
     # ---- what is heard ----
 
@@ -488,6 +488,7 @@ def parse(argv):
         choices=["tcp", "nccl"],
         help="all tensors on simulated GPUs; with nccl, bytes between nodes go over it",
     )
+    parser.add_argument("--store", choices=["host", "device"], default="host", help="of --gpu: the daemons' stores")
     parser.add_argument("--cluster", type=int, help="replay only this cluster of the run")
     parser.add_argument("--kinds", help="only kinds of fault that contain this text")
     parser.add_argument("--operators", help="only what operators do whose name contains this text")
@@ -498,6 +499,8 @@ def parse(argv):
     arguments = parser.parse_args(argv)
     if arguments.nodes < 3:
         parser.error("--nodes must be at least 3: a replica spans two of them")
+    if arguments.store != "host" and not arguments.gpu:
+        parser.error(f"--store {arguments.store} needs --gpu")
     return arguments
 
 
@@ -536,7 +539,7 @@ def main(argv):
     )
     work = tempfile.mkdtemp(prefix="wschaos.")
     found = programs(arguments.programs)
-    gpu = f"--gpu {arguments.gpu} " if arguments.gpu else ""
+    gpu = f"--gpu {arguments.gpu} --store {arguments.store} " if arguments.gpu else ""
     if arguments.gpu:
         found["weightsyncd_faulty"] = gpus.programs(arguments.programs, f"{work}/bin")
     keep = arguments.keep or tempfile.mkdtemp(prefix="wschaos-kept.")

@@ -40,9 +40,9 @@ def uuid(device):
 class Machine:
     """What the processes of one cluster see as their GPUs."""
 
-    def __init__(self, directory, root, group):
+    def __init__(self, directory, root, group, store="host"):
         self.dir = f"{directory}/g"
-        self.group = group
+        self.group, self.store = group, store
         os.makedirs(self.dir)
         self._root = os.path.abspath(root)
         self._given = 0
@@ -54,6 +54,8 @@ class Machine:
 
     def daemon_flags(self, host):
         flags = ["--memory=cuda", "--gpu_slots=2", f"--device_timeout={DEVICE_TIMEOUT}"]
+        if self.store != "host":
+            flags.append(f"--store={self.store}")
         if self.group != "tcp":
             # NCCL's first, and those on which trainers may be.
             others = [uuid(device) for device in range(DEVICES) if device != host]

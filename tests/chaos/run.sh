@@ -4,7 +4,8 @@
 # back. Reports each trial, a table of faults x states of the update, and totals as JSON.
 #
 # Usage: tests/chaos/run.sh [--trials N] [--seed S] [--nodes K] [--minutes M] [--kinds TEXT]
-#                           [--operators TEXT] [--gpu [GROUP]] [--cluster C] [--keep DIR] [--json FILE] [--programs DIR]
+#                           [--operators TEXT] [--gpu [GROUP] [--store STORE]] [--cluster C] [--keep DIR]
+#                           [--json FILE] [--programs DIR]
 #   --trials N    how many faults (default 30); a cluster lives for ten of them
 #   --seed S      what is random follows from it (default 1): a finding names its seed
 #   --nodes K     daemons (default 4)
@@ -13,7 +14,8 @@
 #   --operators TEXT  only what operators do (held, rolled back, drained) whose name contains TEXT
 #   --gpu [GROUP]  all tensors on simulated GPUs (tests/gpu/sim), and faults of these and of device
 #                 agents next to those of processes; with nccl in the place of GROUP bytes between
-#                 nodes go over the simulated NCCL, which then fails too
+#                 nodes go over the simulated NCCL, which then fails too; with `--store device`
+#                 the daemons' stores are in memory of these GPUs, and end with their agents
 #   --cluster C   of a run that is replayed, only cluster C
 #   --keep DIR    where logs of clusters with a finding go
 #   --json FILE   the trials; --sum FILE... adds runs up, and runs nothing
