@@ -292,6 +292,7 @@ class DeviceMoverTest : public ::testing::Test {
                            &update->manifest(), /*verify_source=*/rank == 1);
       ASSERT_TRUE(status.ok()) << status;
     }
+    a->gpus().ForgetTensors();
     update->Manifest();
   }
 };
