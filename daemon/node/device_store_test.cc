@@ -292,6 +292,7 @@ class DeviceMoverTest : public ::testing::Test {
                            &update->manifest(), /*verify_source=*/rank == 1);
       ASSERT_TRUE(status.ok()) << status;
     }
+    a->gpus().ForgetTensors();
     update->Manifest();
   }
 };
@@ -410,6 +411,8 @@ TEST_F(DeviceMoverTest, AHolderSendsWhatItHasOnAGpu) {
   ASSERT_TRUE(Eventually([&] {
     return !a.store().HeldUpdates().empty() && !b.store().HeldUpdates().empty();
   }));
+  // With its copies in host memory it would live on.
+  ASSERT_TRUE(Eventually([&] { return HostBytes(b) == 0; }));
   // b loses it all, and fetches it.
   b.gpus().Lose("gpu-5");
   b.store().LoseDevice("gpu-5");

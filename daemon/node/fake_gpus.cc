@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -55,6 +56,13 @@ void FakeGpus::SetTensors(const void* data, int64_t bytes,
                           const std::string& device) {
   absl::MutexLock lock(&mutex_);
   ranges_[static_cast<const char*>(data)] = {bytes, device, nullptr, false};
+}
+
+void FakeGpus::ForgetTensors() {
+  absl::MutexLock lock(&mutex_);
+  for (auto it = ranges_.begin(); it != ranges_.end();) {
+    it = it->second.real == nullptr ? ranges_.erase(it) : std::next(it);
+  }
 }
 
 void FakeGpus::Lose(const std::string& device) {

@@ -29,6 +29,8 @@ class FakeGpus final : public transport::Memory {
 
   // From now on [data, data + bytes) is a trainer's memory on `device`.
   void SetTensors(const void* data, int64_t bytes, const std::string& device);
+  // The trainers free their memory: other things may lie there.
+  void ForgetTensors();
   // What it has is gone; what is made later is there.
   void Lose(const std::string& device);
   // The next copies to or from a GPU flip a bit of what they write.

@@ -279,7 +279,17 @@ void Store::DropFreeArenas(int64_t keep_bytes) {
 }
 
 void Store::DropFreeArenas(int64_t keep_bytes, const std::string& device) {
+  const auto named = [this](ArenaSpace* arena)
+                         ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+                           for (const auto& entry : entries_) {
+                             if (entry.second.slots.count(arena) > 0)
+                               return true;
+                           }
+                           return false;
+                         };
   for (size_t i = arenas_.size(); i-- > 0;) {
+    // One whose bytes went to a share of another arena still has its slot.
+    if (named(arenas_[i].get())) continue;
     if (arenas_[i]->used() > 0 || arenas_[i]->lost() ||
         arenas_[i]->device() != device ||
         Reserved(device) - arenas_[i]->capacity() < keep_bytes) {

@@ -98,12 +98,25 @@ bool Store::Has(const std::string& update_id) const {
 void Store::TrimCopies(Entry* entry) {
   if (entry->copies.empty()) return;
   // Their readers are gone; one that was given up notices.
+  std::map<ArenaSpace*, bool> arenas;  // whether the entry has more there
   for (const auto& copy : entry->copies) {
-    ArenaSpace* arena = copy.second.arena;
-    if (arena == nullptr) continue;
-    arena->segment()->AdvanceGeneration(entry->slots.at(arena));
-    FreeExtent(copy.second);
+    if (copy.second.arena != nullptr) arenas[copy.second.arena] = false;
   }
+  for (const auto& bucket : entry->buckets) {
+    auto arena = arenas.find(bucket.second.arena);
+    if (arena != arenas.end()) arena->second = true;
+  }
+  for (const auto& arena : arenas) {
+    const int slot = entry->slots.at(arena.first);
+    if (arena.second) {
+      arena.first->segment()->AdvanceGeneration(slot);
+    } else {
+      // The arena may go when it is empty.
+      arena.first->ReturnSlot(slot);
+      entry->slots.erase(arena.first);
+    }
+  }
+  for (const auto& copy : entry->copies) FreeExtent(copy.second);
   entry->copies.clear();
 }
 
