@@ -213,11 +213,10 @@ absl::StatusOr<v1::MemoryUse> Agent::AskMemory(absl::Duration timeout) {
     answer->there.Notify();
   });
   if (!answer->there.WaitForNotificationWithTimeout(timeout)) {
-    return ErrorStatus(absl::StatusCode::kUnavailable, "NODE_BUSY",
-                       absl::StrCat("node ", options_.node,
-                                    " has not answered itself within ",
-                                    absl::FormatDuration(timeout),
-                                    ": see its log"));
+    return ErrorStatus(
+        absl::StatusCode::kUnavailable, "NODE_BUSY",
+        absl::StrCat("node ", options_.node, " has not answered itself within ",
+                     absl::FormatDuration(timeout), ": see its log"));
   }
   return std::move(answer->memory);
 }
