@@ -547,8 +547,7 @@ absl::Status DaemonImpl::StartPages() {
           auto memory = agent_->AskMemory(patience);
           if (!memory.ok()) return memory.status();
           return std::string("ok\n");
-        }}},
-      patience);
+        }}});
   if (!pages.ok()) return pages.status();
   pages_ = *std::move(pages);
   http_.port = pages_->port();

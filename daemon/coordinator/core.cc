@@ -444,6 +444,12 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
       for (const v1::HeldUpdate& held : node->hello.held_updates()) {
         if (held.model() == model.name && node->Holds(held.update_id()) &&
             model.FindUpdate(held.update_id()) == nullptr) {
+          const bool told =
+              std::any_of(model.forgotten.begin(), model.forgotten.end(),
+                          [&held](const v1::EndUpdate& forgotten) {
+                            return forgotten.update_id() == held.update_id();
+                          });
+          if (!told) SayUnknown(node->name, model.name, held.update_id());
           DropHeld(node, model.name, held.update_id());
         }
       }

@@ -606,6 +606,9 @@ class CoordinatorCore {
   // ---- core_remove.cc ----
   void Remove(AdminWait wait, const v1::RemoveModelRequest& call);
   void StartRemoval(ReplicaRun* replica);
+  // That it has not been committed, as far as anybody knows.
+  void SayUnknown(const std::string& node, const std::string& model,
+                  const std::string& update_id);
   void SendRemove(ReplicaRun* replica, const ReplicaAction& action);
   // True when it was answered.
   bool FinishRemove(ModelRun* model, const AdminWait& wait);

@@ -1,6 +1,7 @@
 // What operators ask for. Holds are journalled before anybody is told.
 
 #include <algorithm>
+#include <functional>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -17,6 +18,9 @@ namespace daemon {
 using absl::StatusCode;
 
 namespace {
+
+// An adopted cluster's term is one of so many above what is known.
+constexpr size_t kAdoptionTerms = size_t{1} << 20;
 
 absl::Status Error(StatusCode code, absl::string_view reason,
                    absl::string_view message) {
@@ -467,7 +471,12 @@ void CoordinatorCore::Adopt(AdminWait wait,
   }
   LOG(WARNING) << "adopting cluster " << cluster
                << " after: " << lost_evidence_;
-  term_ = std::max(term_, seen_term_) + 1;
+  // Nodes that have not come may have followed a higher term than those that
+  // have. One of theirs given out again would be taken for it, and commands for
+  // those that were answered then: nobody knows this one.
+  term_ = std::max(term_, seen_term_) + 1 +
+          static_cast<int64_t>(std::hash<std::string>()(options_.random_id()) %
+                               kAdoptionTerms);
   auto* adopted = Write()->mutable_adopted();
   adopted->set_cluster_id(cluster);
   adopted->set_term(term_);

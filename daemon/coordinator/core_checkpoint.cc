@@ -33,6 +33,15 @@ std::string UpdatesOf(const std::string& model) {
   return absl::StrCat(kUpdatesDirectory, "/", LastPart(model));
 }
 
+// Where those of all models lie, or of one: as a checkpoint itself it would be
+// in the way of every update.
+bool HoldsUpdates(const std::string& path) {
+  if (path == kUpdatesDirectory) return true;
+  const std::string below = absl::StrCat(kUpdatesDirectory, "/");
+  return absl::StartsWith(path, below) &&
+         path.find('/', below.size()) == std::string::npos;
+}
+
 // Beside it, hidden, and of a name that nobody else has.
 std::string TemporaryName(const std::string& path, const std::string& id) {
   const std::string leaf = LastPart(path);
@@ -51,6 +60,13 @@ void CoordinatorCore::Save(AdminWait wait, const v1::SaveVersionRequest& call) {
   };
   const auto path = transport::CheckRootedPath(call.path());
   if (!path.ok()) return Answer(wait, path.status());
+  if (HoldsUpdates(*path)) {
+    return fail(StatusCode::kFailedPrecondition, "CHECKPOINT_PATH_TAKEN",
+                absl::StrCat(*path,
+                             " is where the checkpoints lie by which updates "
+                             "come: give a path that is not below ",
+                             kUpdatesDirectory));
+  }
   std::string template_path;
   if (!call.template_path().empty()) {
     auto checked = transport::CheckRootedPath(call.template_path());

@@ -78,6 +78,10 @@ void CoordinatorCore::Remove(AdminWait wait,
       const auto held = node.second.held;
       for (const auto& update : held) {
         if (update.first == wait.model || forgotten.count(update.second) != 0) {
+          // One that nobody knows to have ended: a rank may wait for it.
+          if (forgotten.count(update.second) == 0) {
+            SayUnknown(node.second.name, wait.model, update.second);
+          }
           DropHeld(&node.second, wait.model, update.second);
         }
       }
@@ -88,6 +92,18 @@ void CoordinatorCore::Remove(AdminWait wait,
   SettleAll(model);
   Unpin(model);
   waits_.push_back(std::move(wait));
+}
+
+void CoordinatorCore::SayUnknown(const std::string& node,
+                                 const std::string& model,
+                                 const std::string& update_id) {
+  v1::EndUpdate* end = SendTo(node)->mutable_end_update();
+  end->set_model(model);
+  end->set_update_id(update_id);
+  *end->mutable_failure() =
+      ToProto(Fault(StatusCode::kAborted, "UPDATE_ABORTED",
+                    absl::StrCat("update ", update_id, " of ", model,
+                                 " is not known to be committed")));
 }
 
 void CoordinatorCore::StartRemoval(ReplicaRun* replica) {

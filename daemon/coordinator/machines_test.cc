@@ -283,6 +283,27 @@ TEST_F(ReplicaMachineTest, NothingIsServableOnlyWhereItWasSaidToBe) {
   EXPECT_FALSE(state_.Servable());
 }
 
+// A stream that was given up, and completed all the same before its worker
+// heard of that: the worker says that it failed, and that it holds the update.
+TEST_F(ReplicaMachineTest, AFailureOfAWorkerThatHoldsTheUpdateIsNone) {
+  ReplicaEvent hold = Event(ReplicaEvent::kHold);
+  hold.holder = Holder{Holder::kInstall, 7};
+  Step(hold);
+  Step(Event(ReplicaEvent::kPaused, last_[0].command));
+  ReplicaEvent install = Event(ReplicaEvent::kInstall);
+  install.update = 7;
+  EXPECT_THAT(Step(install), ElementsAre(R::kSendApply, R::kSendApply));
+  const int64_t first = last_[0].command;
+  ReplicaEvent broken = Failed(Applied(0, 0));
+  broken.update = 7;
+  broken.content = WorkerContent{Content::kInstalled, 7};
+  EXPECT_THAT(Step(broken), IsEmpty());
+  ReplicaEvent other = Applied(1, first + 1);
+  other.update = 7;
+  other.content = WorkerContent{Content::kInstalled, 7};
+  EXPECT_THAT(Step(other), ElementsAre(R::kInstalledNow));
+}
+
 // An engine that fell into deep sleep with an adapter that is to be served must
 // not wake up without it; one that has gone on without it before the next
 // update was committed goes on until it has that.

@@ -148,6 +148,40 @@ TEST(RemoveTest, ANodeThatWasAwayLearnsHowTheLastUpdateEnded) {
   ExpectNextPublishWorks(&c);
 }
 
+// Of a journal that was lost: nodes have an update of which nobody knows how it
+// ended, and a rank may wait for that (IN_PLACE).
+TEST(RemoveTest, WhatNobodyKnowsOfHasEndedToo) {
+  FakeCluster c;
+  c.AddStandardAdapter();
+  c.PublishAll(2);
+  c.Run();
+  c.Ask(Removal());
+  c.Run();
+  v1::NodeReport report;
+  v1::Hello* hello = report.mutable_hello();
+  hello->set_node("n9");
+  hello->set_incarnation("x");
+  hello->set_protocol_version(1);
+  hello->set_cluster_id(c.coordinator->cluster_id());
+  hello->set_newest_term(c.coordinator->term());
+  v1::HeldUpdate* held = hello->add_held_updates();
+  held->set_model(kModel);
+  held->set_update_id("stray");
+  held->set_version(9);
+  int ends = 0;
+  int drops = 0;
+  for (const Action& action : c.coordinator->OnReport(c.now, "s", report)) {
+    const SendCommand* send = absl::get_if<SendCommand>(&action);
+    if (send == nullptr) continue;
+    const v1::EndUpdate& end = send->command.end_update();
+    if (end.update_id() == "stray" && !end.committed()) ++ends;
+    if (send->command.drop_update().update_id() == "stray") ++drops;
+  }
+  EXPECT_EQ(ends, 1);
+  EXPECT_EQ(drops, 1);
+  ExpectNextPublishWorks(&c);
+}
+
 // What it was installing when the model was removed is given up with it.
 TEST(RemoveTest, AnInstallUnderWayIsGivenUp) {
   FakeCluster c;

@@ -346,6 +346,9 @@ class Stepper {
     if (!current) return;
     SetContent(&worker, event.content);
     worker.command = 0;
+    // Whatever has failed, it holds what it should: nothing is sent to it any
+    // more, and what it still answers is "said before".
+    if (event.content == wanted) return CheckInstalled();
     ApplyFailed(event.worker, event.fault);
   }
 

@@ -13,8 +13,10 @@ namespace daemon {
 
 namespace {
 
-// Of those who look at once: a scraper, a probe and a person.
-constexpr char kThreads[] = "3";
+// Each is with one caller until he has said what he wants, at most for
+// kRequestTimeout: who connects and is silent must not keep a probe waiting.
+constexpr char kThreads[] = "16";
+constexpr char kRequestTimeout[] = "1000";  // ms
 
 int Reply(mg_connection* connection, int code, const std::string& type,
           const std::string& body, bool head) {
@@ -35,15 +37,13 @@ int Reply(mg_connection* connection, int code, const std::string& type,
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
-    const std::string& address, std::vector<HttpPage> pages,
-    absl::Duration timeout) {
-  const std::string patience = absl::StrCat(absl::ToInt64Milliseconds(timeout));
+    const std::string& address, std::vector<HttpPage> pages) {
   const char* options[] = {"listening_ports",
                            address.c_str(),
                            "num_threads",
                            kThreads,
                            "request_timeout_ms",
-                           patience.c_str(),
+                           kRequestTimeout,
                            "enable_directory_listing",
                            "no",
                            nullptr};

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/time/time.h"
 
 struct mg_connection;
 struct mg_context;
@@ -32,11 +31,10 @@ struct HttpPage {
 class HttpServer {
  public:
   // `address`: "HOST:PORT" with a numeric host; port 0 takes a free one.
-  // `timeout`: for a caller to say what he wants, and to take the answer.
+  // A caller has a second to say what he wants.
   //   UNAVAILABLE (LISTEN_FAILED).
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(
-      const std::string& address, std::vector<HttpPage> pages,
-      absl::Duration timeout);
+      const std::string& address, std::vector<HttpPage> pages);
   ~HttpServer();
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;

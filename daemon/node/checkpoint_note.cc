@@ -113,6 +113,19 @@ absl::Status Walk(const RootedDirectory& root, const std::string& directory,
 
 }  // namespace
 
+namespace {
+
+// When it was last written to; nullopt: it cannot be looked at.
+absl::optional<absl::Time> WriteTime(const RootedDirectory& root,
+                                     const std::string& path) {
+  auto fd = root.OpenFile(path, O_RDONLY | O_NONBLOCK);
+  struct stat info;
+  if (!fd.ok() || fstat(fd->get(), &info) != 0) return absl::nullopt;
+  return absl::TimeFromTimespec(info.st_mtim);
+}
+
+}  // namespace
+
 std::string CheckpointNote::ToJson() const {
   nlohmann::ordered_json json;
   json["model"] = model;
@@ -172,10 +185,24 @@ absl::Status CheckWritten(const RootedDirectory& root,
                           const CheckpointNote& note) {
   auto files = FilesOf(root, directory);
   if (!files.ok()) return files.status();
+  // Written after all others.
+  const auto end =
+      WriteTime(root, absl::StrCat(directory, "/", kCheckpointNote));
   for (const auto& file : *files) {
     if (file.first == kCheckpointNote) continue;
     auto written = note.files.find(file.first);
-    if (written != note.files.end() && written->second == file.second) continue;
+    const bool directory_only = absl::EndsWith(file.first, "/");
+    const auto time =
+        directory_only
+            ? absl::nullopt
+            : WriteTime(root, absl::StrCat(directory, "/", file.first));
+    // Also of the same size.
+    const bool later = !directory_only && (!end.has_value() ||
+                                           !time.has_value() || *time > *end);
+    if (written != note.files.end() && written->second == file.second &&
+        !later) {
+      continue;
+    }
     return Taken(absl::StrCat(directory, " has ", file.first,
                               written == note.files.end()
                                   ? ", which weightsync did not write"

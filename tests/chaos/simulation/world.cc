@@ -310,6 +310,17 @@ void World::SayWhatWaits() {
   if (!final_update_.empty()) {
     absl::StrAppend(&what, " all should have ", final_update_);
   }
+  if (coordinator_ != nullptr) {
+    v1::ListReplicasRequest list;
+    list.set_parent("models/m");
+    const auto replicas = coordinator_->ListReplicas(list);
+    if (replicas.ok()) {
+      for (v1::Replica replica : replicas->replicas()) {
+        replica.clear_history();
+        absl::StrAppend(&what, "\n    {", replica.ShortDebugString(), "}");
+      }
+    }
+  }
   checker_.Violation(what);
 }
 
