@@ -34,6 +34,14 @@ void CoordinatorCore::Remove(AdminWait wait,
                                            " is under way; remove ", wait.model,
                                            " when it has ended")));
   }
+  if (now_ < adopting_until_) {
+    return Answer(
+        wait,
+        ErrorStatus(StatusCode::kFailedPrecondition, "MODEL_UPDATING",
+                    absl::StrCat("nodes of the adopted cluster are "
+                                 "still telling what there is of ",
+                                 wait.model, "; remove it when they have")));
+  }
   // Those that are away count as well: they would come back with it.
   std::vector<std::string> required;
   for (const auto& replica : model->replicas) {

@@ -223,7 +223,9 @@ bool CoordinatorCore::MayRefuse(const ReplicaRun& replica,
 
 void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
   const ModelRun* model = Model(replica->model);
-  replica->machine.may_lack = model->removed || model->commits.empty();
+  // An adopted cluster may have committed what nobody has told of yet.
+  replica->machine.may_lack =
+      model->removed || (model->commits.empty() && model->book.floor() == 0);
   const std::vector<ReplicaAction> actions =
       StepReplica(replica_timeouts_, event, now_, &replica->machine);
   for (const ReplicaAction& action : actions) {

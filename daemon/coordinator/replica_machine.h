@@ -177,7 +177,7 @@ struct ReplicaState {
   // It can generate without the model.
   bool removable = false;
   // Said by the owner before each step: the model is removed, or no update of
-  // it was ever committed.
+  // it was ever begun.
   bool may_lack = false;
   // All workers hold nothing, and came to do so while they might.
   bool lacks = false;
