@@ -535,19 +535,19 @@ absl::Status DaemonImpl::StartPages() {
   // Nobody who looks waits longer than one who calls.
   const absl::Duration patience = options_.deadlines.call;
   auto pages = HttpServer::Start(
-      http_.text(),
-      {{"/metrics", kMetricsType,
-        [this, patience]() -> absl::StatusOr<std::string> {
-          auto memory = agent_->AskMemory(patience);
-          if (!memory.ok()) return memory.status();
-          return RenderMetrics(options_.node, kSoftwareVersion, *memory);
-        }},
-       {"/healthz", "text/plain; charset=utf-8",
-        [this, patience]() -> absl::StatusOr<std::string> {
-          auto memory = agent_->AskMemory(patience);
-          if (!memory.ok()) return memory.status();
-          return std::string("ok\n");
-        }}});
+      http_.text(), {{"/metrics", kMetricsType,
+                      [this, patience]() -> absl::StatusOr<std::string> {
+                        auto memory = agent_->AskMemory(patience);
+                        if (!memory.ok()) return memory.status();
+                        return RenderMetrics(options_.node, kSoftwareVersion,
+                                             *memory);
+                      }},
+                     {"/healthz", "text/plain; charset=utf-8",
+                      [this, patience]() -> absl::StatusOr<std::string> {
+                        auto memory = agent_->AskMemory(patience);
+                        if (!memory.ok()) return memory.status();
+                        return std::string("ok\n");
+                      }}});
   if (!pages.ok()) return pages.status();
   pages_ = *std::move(pages);
   http_.port = pages_->port();

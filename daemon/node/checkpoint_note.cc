@@ -197,8 +197,8 @@ absl::Status CheckWritten(const RootedDirectory& root,
             ? absl::nullopt
             : WriteTime(root, absl::StrCat(directory, "/", file.first));
     // Also of the same size.
-    const bool later = !directory_only && (!end.has_value() ||
-                                           !time.has_value() || *time > *end);
+    const bool later = !directory_only &&
+                       (!end.has_value() || !time.has_value() || *time > *end);
     if (written != note.files.end() && written->second == file.second &&
         !later) {
       continue;
