@@ -81,7 +81,7 @@ class CheckerTest : public ::testing::TestWithParam<Plant> {};
 
 TEST_P(CheckerTest, ReportsIt) {
   BeQuiet();
-  for (uint64_t seed = 1; seed <= 400; ++seed) {
+  for (uint64_t seed = 1; seed <= 4000; ++seed) {
     const Outcome outcome =
         World(seed, Odds(), GetParam().planted, nullptr).Run();
     for (const std::string& violation : outcome.violations) {
