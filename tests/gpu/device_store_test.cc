@@ -152,6 +152,7 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
       const auto published = trainer.Publish(version);
       ASSERT_TRUE(published.ok()) << version << ": " << published.status();
       EXPECT_EQ(published->state(), v1::Version::STATE_ACTIVE);
+      ASSERT_TRUE(Serves("near", version));
       EXPECT_TRUE(near.Holds(version));
     }
     EXPECT_TRUE(Verify("near"));
@@ -176,8 +177,11 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
       const auto published = trainer.Publish(version, options);
       ASSERT_TRUE(published.ok()) << version << ": " << published.status();
       EXPECT_EQ(published->state(), v1::Version::STATE_ACTIVE);
+      ASSERT_TRUE(Serves("near", version));
       EXPECT_TRUE(near.Holds(version));
+      ASSERT_TRUE(Serves("other", version));
       EXPECT_TRUE(other.Holds(version));
+      ASSERT_TRUE(Serves("far", version));
       EXPECT_TRUE(far.Holds(version));
     }
     for (const char* name : {"near", "other", "far"}) EXPECT_TRUE(Verify(name));
@@ -199,8 +203,11 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
       if (version != 8) options.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
       const auto published = trainer.Publish(version, options);
       ASSERT_TRUE(published.ok()) << version << ": " << published.status();
+      ASSERT_TRUE(Serves("near", version));
       EXPECT_TRUE(near.Holds(version));
+      ASSERT_TRUE(Serves("other", version));
       EXPECT_TRUE(other.Holds(version));
+      ASSERT_TRUE(Serves("far", version));
       EXPECT_TRUE(far.Holds(version));
     }
   }
@@ -237,7 +244,9 @@ TEST_F(DeviceStoreTest, ShardsOfSeveralGpusAndTensorParallelWorkers) {
     const auto published = trainer.Publish(version);
     ASSERT_TRUE(published.ok()) << version << ": " << published.status();
     EXPECT_EQ(published->state(), v1::Version::STATE_ACTIVE);
+    ASSERT_TRUE(Serves("near", version));
     EXPECT_TRUE(near.Holds(version));
+    ASSERT_TRUE(Serves("far", version));
     EXPECT_TRUE(far.Holds(version));
   }
   // Each rank's on its GPU; what no one GPU serves, in host memory.
@@ -435,6 +444,7 @@ TEST_F(DeviceStoreTest, AWorkerThatCannotOpenItIsBroughtCopies) {
   for (const int version : {2, 3}) {
     const auto published = trainer.Publish(version);
     ASSERT_TRUE(published.ok()) << published.status();
+    ASSERT_TRUE(Serves("near", version));
     EXPECT_TRUE(near.Holds(version));
     EXPECT_TRUE(closed.Holds(version));
   }
