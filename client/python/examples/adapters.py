@@ -16,6 +16,11 @@ WIDTH, RANK = 64, 4
 address = sys.argv[1] if len(sys.argv) > 1 else None
 
 
+def say(line):
+    """In one piece: two threads print."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def base_weights(version):
     return {"w": numpy.full((WIDTH, WIDTH), version, numpy.float32)}
 
@@ -65,14 +70,14 @@ class Engine(threading.Thread):
                 used = f"base {base.version}, " + (f"adapter {lora.version}" if with_adapter else "no adapter")
             if used != said:
                 said = used
-                print(f"engine: {used}: {y[0]:g}", flush=True)
+                say(f"engine: {used}: {y[0]:g}")
                 self.changed.set()
             time.sleep(0.001)
 
 
 def show(line):
     """Prints what was done, and waits until the engine has answered with it."""
-    print(line, flush=True)
+    say(line)
     engine.changed.wait(30)
     engine.changed.clear()
 
