@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -116,6 +117,20 @@ TEST_F(CheckpointNoteTest, NothingInsideOfACheckpoint) {
   EXPECT_TRUE(CheckNotInside(*root_, "a/bb/c").ok());
   Put("x/pretrained.safetensors");
   EXPECT_EQ(ReasonOf(CheckNotInside(*root_, "x/y")), "CHECKPOINT_PATH_TAKEN");
+}
+
+// Also one that is as large as what it took the place of.
+TEST_F(CheckpointNoteTest, WhatWasWrittenToSinceIsNotAsItWasWritten) {
+  CheckpointNote note;
+  note.model = "models/m";
+  note.files = {{"model.safetensors", 1}};
+  Put("m/model.safetensors");
+  Put("m/.weightsync.json", note.ToJson());
+  EXPECT_TRUE(CheckWritten(*root_, "m", note).ok());
+  const auto end = fs::last_write_time(directory_ / "m/.weightsync.json");
+  fs::last_write_time(directory_ / "m/model.safetensors",
+                      end + std::chrono::milliseconds(50));
+  EXPECT_EQ(ReasonOf(CheckWritten(*root_, "m", note)), "CHECKPOINT_PATH_TAKEN");
 }
 
 }  // namespace
