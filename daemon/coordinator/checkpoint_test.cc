@@ -185,6 +185,24 @@ TEST(SaveTest, OneNodeThatHasAllWritesAlone) {
   }
 }
 
+// A checkpoint there would be in the way of every update that comes by disk.
+TEST(SaveTest, NotWhereThoseOfUpdatesLie) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  for (const char* path : {"updates", "updates/m", "updates//m/"}) {
+    const int64_t call = c.Ask(SaveCall(path));
+    ASSERT_NE(c.Answered(call), nullptr) << path;
+    EXPECT_EQ(c.Answered(call)->failure.reason(), "CHECKPOINT_PATH_TAKEN")
+        << path;
+  }
+  const int64_t call = c.Ask(SaveCall("updates-of-mine"));
+  c.Run();
+  ASSERT_NE(c.Answered(call), nullptr);
+  EXPECT_EQ(c.Answered(call)->failure.reason(), "");
+}
+
 TEST(SaveTest, SeveralNodesWriteOneAndAllSeeItFirst) {
   FakeCluster c;
   AddHalves(&c);
