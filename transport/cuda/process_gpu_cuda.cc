@@ -37,10 +37,11 @@ class OnDevice {
  public:
   explicit OnDevice(int ordinal) {
     status_ = CheckCuda(cudaGetDevice(&before_), "cudaGetDevice");
-    if (status_.ok() && before_ != ordinal) {
-      status_ = CheckCuda(cudaSetDevice(ordinal), "cudaSetDevice");
-      changed_ = status_.ok();
-    }
+    if (!status_.ok()) return;
+    // Also where it is the same: a thread that has done nothing yet has no
+    // context, and the driver's calls want one.
+    status_ = CheckCuda(cudaSetDevice(ordinal), "cudaSetDevice");
+    changed_ = status_.ok() && before_ != ordinal;
   }
   ~OnDevice() {
     if (changed_) cudaSetDevice(before_);
