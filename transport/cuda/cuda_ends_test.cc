@@ -67,6 +67,9 @@ TEST_F(CudaEndsTest, TwoContainersWithOnePidAreTwo) {
   EXPECT_EQ(daemon->imports()->size(), 2);
   EXPECT_TRUE(daemon.Read((*of_one)->data, 10000) == RandomBytes(10000, 1));
   EXPECT_TRUE(daemon.Read((*of_two)->data, 10000) == RandomBytes(10000, 2));
+  of_one->reset();
+  of_two->reset();
+  EXPECT_TRUE(daemon->core()->Drain(absl::Seconds(4)));
 }
 
 TEST_F(CudaEndsTest, AProbeIsOfOneExporterWhateverItsPid) {
@@ -81,6 +84,7 @@ TEST_F(CudaEndsTest, AProbeIsOfOneExporterWhateverItsPid) {
   second.nonce[3] ^= 1;
   EXPECT_EQ(ReasonOf(daemon->imports()->Acquire(second, false).status()),
             "PROBE_FAILED");
+  EXPECT_TRUE(daemon->core()->Drain(absl::Seconds(4)));
 }
 
 // ---- Closing ----
@@ -99,7 +103,7 @@ TEST_F(CudaEndsTest, WhatAWorkerHoldsCostsNobodyElse) {
   import->reset();
   // The trainer's is closed at once, and the worker's is not forgotten.
   const absl::Time start = absl::Now();
-  daemon->core()->Drain(absl::Seconds(4));
+  EXPECT_TRUE(daemon->core()->Drain(absl::Seconds(4)));
   EXPECT_LT(absl::Now() - start, absl::Seconds(2));
   EXPECT_EQ(daemon->GetUsage()->segments_bytes, 1 << 20);
   worker.Send("close");

@@ -289,7 +289,7 @@ void DeviceCore::Finish(absl::Duration deadline) {
   given_up_ = true;
   if (closed_ == given_ && held_count_ == 0) return;
   LOG(WARNING) << device_.uuid << ": "
-               << held_count_ + static_cast<int>(closings_.size())
+               << static_cast<uint64_t>(held_count_) + given_ - closed_
                << " allocations are still open elsewhere, or in use, and stay "
                   "until this process ends";
   closings_.clear();

@@ -449,7 +449,7 @@ TEST_F(DeviceAgentTest, AllSlotsArePackedToTheHostAtOnce) {
         pack.host = {AgentPlace::Kind::kHost, *host, slot * kSlotBytes};
         const auto digest = agent->Pack(1, pack, nullptr, kDeadline);
         EXPECT_TRUE(digest.ok()) << digest.status();
-        if (digest.ok()) EXPECT_EQ(*digest, WholeDigest());
+        EXPECT_TRUE(digest.ok() && *digest == WholeDigest());
       });
     }
     for (std::thread& pack : packs) pack.join();
@@ -486,7 +486,7 @@ TEST_F(DeviceAgentTest, ASlowReceiverOfFramesHoldsUpNobody) {
         },
         absl::Seconds(2));
     EXPECT_TRUE(digest.ok()) << digest.status();
-    if (digest.ok()) EXPECT_EQ(*digest, WholeDigest());
+    EXPECT_TRUE(digest.ok() && *digest == WholeDigest());
   });
   {
     absl::MutexLock lock(&mutex);
