@@ -286,8 +286,8 @@ void DeviceCore::Finish(absl::Duration deadline) {
     return (closed_ == given_ && held_count_ == 0) || !failed_.ok();
   };
   mutex_.AwaitWithTimeout(absl::Condition(&done), deadline);
-  given_up_ = true;
   if (closed_ == given_ && held_count_ == 0) return;
+  given_up_ = true;
   LOG(WARNING) << device_.uuid << ": "
                << static_cast<uint64_t>(held_count_) + given_ - closed_
                << " allocations are still open elsewhere, or in use, and stay "
