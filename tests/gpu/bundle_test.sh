@@ -74,6 +74,7 @@ for program in gpu_memory_check daemon_check.sh; do
   printf '#!/bin/sh\n' >"$root/$program"
 done
 mv "$root/gpu_bench" "$root/gpu_bench.real"
+# shellcheck disable=SC2016  # for the script
 printf '#!/bin/sh\n[ "$1" != --list ] || exec "%s" --list\n' "$root/gpu_bench.real" >"$root/gpu_bench"
 chmod +x "$root/gpu_bench" "$root/gpu_memory_check" "$root/daemon_check.sh"
 output=$("$root/run.sh" --smoke "$work/none.txt" 2>&1) || fail "without NCCL: $output"

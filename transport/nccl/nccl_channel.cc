@@ -180,7 +180,10 @@ class NcclChannel final : public tcp::PayloadChannel {
                             "cudaMemcpyAsync");
                         at += static_cast<int64_t>(piece[i].size());
                       }
-                      return status.ok() ? AwaitCopies(timeout) : status;
+                      // Also after an error: of those that were begun.
+                      const absl::Status ended =
+                          at > 0 ? AwaitCopies(timeout) : absl::OkStatus();
+                      return ended.ok() ? status : ended;
                     });
   }
 

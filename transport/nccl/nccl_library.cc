@@ -148,8 +148,9 @@ absl::StatusOr<std::string> CheckNcclEnvironment(
       return Unusable(
           "NCCL_SETTING",
           absl::StrCat(name,
-                       " is set in the environment and could change who "
-                       "meets whom: unset it, or choose --group=tcp"));
+                       " is set, in the environment or in a file that NCCL "
+                       "reads (/etc/nccl.conf, ~/.nccl.conf), and could change "
+                       "who meets whom: unset it, or choose --group=tcp"));
     }
     settings.push_back(std::string(entry));
   }

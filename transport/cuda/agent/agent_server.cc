@@ -1,13 +1,10 @@
 #include "transport/cuda/agent/agent_server.h"
 
 #include <signal.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <list>
 #include <map>
 #include <memory>
@@ -24,6 +21,7 @@
 #include "transport/cuda/agent/agent_job.h"
 #include "transport/cuda/agent/agent_wire.h"
 #include "transport/cuda/agent/device_agent.h"
+#include "transport/cuda/agent/host_map.h"
 #include "transport/cuda/cuda_memory.h"
 #include "transport/cuda/segment_control.h"
 #include "transport/error.h"
@@ -39,60 +37,9 @@ constexpr absl::Duration kEndDeadline = absl::Seconds(10);
 constexpr absl::Duration kCloseDeadline = absl::Seconds(4);
 // Of two ranks, with few channels: more has another reason.
 constexpr int64_t kMaxCommunicatorBytes = int64_t{512} << 20;
-// At a time: each has a thread.
-constexpr size_t kMaxRequests = 512;
-// Those that end something, or give it back, when there are so many: what is
-// left out would be there for as long as the agent is.
-constexpr size_t kMaxEnds = 2 * kMaxRequests;
-
-bool IsEnd(AgentMessage type) {
-  return type == AgentMessage::kClose || type == AgentMessage::kUnmapHost ||
-         type == AgentMessage::kFreeStore || type == AgentMessage::kChannelEnd;
-}
-
-absl::Status BadJob(absl::string_view what) {
-  return MakeError(absl::StatusCode::kInvalidArgument, "BAD_JOB", what);
-}
-
-// Memory of the daemon's store, mapped and pinned.
-class HostMap {
- public:
-  static absl::StatusOr<std::shared_ptr<HostMap>> Make(CudaMemory* memory,
-                                                       UniqueFd fd,
-                                                       int64_t offset,
-                                                       int64_t bytes) {
-    const int64_t page = 4096;
-    struct stat stat;
-    if (fd.get() < 0 || fstat(fd.get(), &stat) != 0 || offset < 0 ||
-        bytes <= 0 || offset % page != 0 || stat.st_size < offset + bytes) {
-      return BadJob("host memory that does not lie in its file");
-    }
-    void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
-                            fd.get(), offset);
-    if (data == MAP_FAILED) {
-      return MakeErrnoError(absl::StatusCode::kResourceExhausted,
-                            "HOST_MAP_FAILED", "the store", errno);
-    }
-    // Unmapped when nothing can reach it any more.
-    const std::shared_ptr<const void> mapped(
-        data, [bytes](void* gone) { munmap(gone, bytes); });
-    std::shared_ptr<HostMap> map(new HostMap);
-    map->data_ = static_cast<char*>(data);
-    map->bytes_ = bytes;
-    auto pinned = memory->PinHost(map->data_, bytes, true, mapped);
-    if (!pinned.ok()) return pinned.status();
-    map->pinned_ = *std::move(pinned);
-    return map;
-  }
-  char* data() const { return data_; }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  HostMap() = default;
-  char* data_ = nullptr;
-  int64_t bytes_ = 0;
-  std::unique_ptr<CudaMemory::PinnedHost> pinned_;
-};
+// At a time: each has a thread. More of those that give something back, which
+// would be there for as long as the agent is.
+constexpr size_t kMaxRequests = 512, kMaxEnds = 2 * kMaxRequests;
 
 class AgentServer {
  public:
@@ -136,7 +83,8 @@ class AgentServer {
         at->thread.join();
         at = workers.erase(at);
       }
-      if (workers.size() >= (IsEnd(packet->type) ? kMaxEnds : kMaxRequests)) {
+      if (workers.size() >=
+          (GivesBack(packet->type) ? kMaxEnds : kMaxRequests)) {
         Answer(packet->id,
                MakeError(absl::StatusCode::kResourceExhausted, "AGENT_BUSY",
                          absl::StrCat("the agent has ", workers.size(),
@@ -249,12 +197,9 @@ class AgentServer {
         }
         // Its owner frees it when it hears that it is closed.
         if (!memory_->core()->Drain(kCloseDeadline)) {
-          status = MakeError(
-              absl::StatusCode::kDeadlineExceeded, "CLOSE_PENDING",
-              absl::StrCat("the allocation is still open after ",
-                           absl::FormatDuration(kCloseDeadline),
-                           ", and is closed when the GPU has done what it is "
-                           "at"));
+          status =
+              MakeError(absl::StatusCode::kDeadlineExceeded, "CLOSE_PENDING",
+                        "it is closed when the GPU has done its work");
         }
         break;
       }

@@ -51,6 +51,12 @@ enum class AgentMessage : uint32_t {
   kDone,    // the last: a status, then what was asked for
 };
 
+// Requests that end something, or give it back.
+inline bool GivesBack(AgentMessage type) {
+  return type == AgentMessage::kClose || type == AgentMessage::kUnmapHost ||
+         type == AgentMessage::kFreeStore || type == AgentMessage::kChannelEnd;
+}
+
 // Numbers and strings, one after another.
 class AgentWriter {
  public:
