@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -16,6 +17,8 @@
 #include "transport/conformance/group_conformance.h"
 #include "transport/cuda/agent/agent_channel.h"
 #include "transport/cuda/agent/agent_server.h"
+#include "transport/cuda/sim_control.h"
+#include "transport/error.h"
 #include "transport/tcp/endpoint.h"
 
 namespace weightsync {
@@ -48,22 +51,26 @@ std::string UuidOf(int device) {
   return text;
 }
 
+std::unique_ptr<DeviceAgent> NewAgent(int device, const std::string& role) {
+  DeviceAgent::Options options;
+  options.command = {"/usr/bin/env", "GPU_SIM_ROLE=" + role, Self()};
+  options.config.device_uuid = UuidOf(device);
+  options.config.slots = 1;
+  options.config.slot_bytes = 1 << 20;
+  options.config.keep_free_bytes = 1 << 20;
+  options.config.nccl_staging_bytes = kStaging;
+  options.fd_socket_prefix =
+      absl::StrCat(getenv("GPU_SIM_DIR"), "/g", getpid(), "_", role, device);
+  auto agent = DeviceAgent::Start(options);
+  EXPECT_TRUE(agent.ok()) << agent.status();
+  return *std::move(agent);
+}
+
 AgentChannels* ChannelsOf(int device) {
   static std::unique_ptr<DeviceAgent> agents[kDevices];
   static std::unique_ptr<AgentChannels> channels[kDevices];
   if (channels[device] == nullptr) {
-    DeviceAgent::Options options;
-    options.command = {Self()};
-    options.config.device_uuid = UuidOf(device);
-    options.config.slots = 1;
-    options.config.slot_bytes = 1 << 20;
-    options.config.keep_free_bytes = 1 << 20;
-    options.config.nccl_staging_bytes = kStaging;
-    options.fd_socket_prefix =
-        absl::StrCat(getenv("GPU_SIM_DIR"), "/g", getpid(), "_", device);
-    auto agent = DeviceAgent::Start(options);
-    EXPECT_TRUE(agent.ok()) << agent.status();
-    agents[device] = *std::move(agent);
+    agents[device] = NewAgent(device, "agent");
     channels[device] =
         std::make_unique<AgentChannels>(agents[device].get(), kStaging);
   }
@@ -81,6 +88,41 @@ std::unique_ptr<GroupFactory> MakeNode(FaultPolicy* faults) {
   auto endpoint = tcp::Endpoint::Create(options);
   EXPECT_TRUE(endpoint.ok()) << endpoint.status();
   return *std::move(endpoint);
+}
+
+bool Runs() { return false; }
+
+// Bytes that an agent has received and that a copy engine has not put in place
+// may come at any time, until the agent has ended: whoever hears that they did
+// not come gives their place to others.
+TEST(AgentChannelTest, AStalledCopyIsToldWhenItsProcessHasEnded) {
+  const std::unique_ptr<DeviceAgent> a = NewAgent(0, "sender");
+  const std::unique_ptr<DeviceAgent> b = NewAgent(1, "receiver");
+  AgentChannels from(a.get(), kStaging), to(b.get(), kStaging);
+  const auto sender = *from.Factory()();
+  const auto receiver = *to.Factory()();
+  ASSERT_TRUE(receiver->Accept(*sender->Offer()).ok());
+  absl::Status connected;
+  std::thread connecting(
+      [&] { connected = receiver->Connect(absl::Seconds(20), Runs); });
+  EXPECT_TRUE(sender->Connect(absl::Seconds(20), Runs).ok());
+  connecting.join();
+  ASSERT_TRUE(connected.ok()) << connected;
+  gpu_sim::Plant("call=cudaMemcpyAsync process=receiver stall=1");
+  const std::string bytes(1000, 'b');
+  std::string got(1000, 'x');
+  std::thread sending([&] {
+    (void)sender->Send({absl::MakeConstSpan(bytes)}, absl::Seconds(20), Runs);
+  });
+  const absl::Status status =
+      receiver->Receive({absl::MakeSpan(got)}, absl::Milliseconds(500), Runs);
+  EXPECT_FALSE(b->Runs(1));
+  const std::string reason = ReasonOf(status);
+  EXPECT_TRUE(reason == "DEVICE_STALLED" || reason == "DEVICE_AGENT_LOST")
+      << status;
+  EXPECT_EQ(got, std::string(1000, 'x'));
+  sending.join();
+  gpu_sim::Plant("");
 }
 
 }  // namespace
