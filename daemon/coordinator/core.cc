@@ -690,7 +690,7 @@ void CoordinatorCore::Forget() {
       named.insert(update->record.layout_id());
       used.insert(update->key);
     }
-    if (model.layout != nullptr) named.insert(model.layout->id());
+    for (std::string& id : model.layouts.ids()) named.insert(std::move(id));
     if (model.fetch != nullptr) used.insert(model.fetch->update);
     for (const v1::Version& version : model.ended) use(version.update_id());
     for (const auto& replica : model.replicas) {

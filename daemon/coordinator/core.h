@@ -285,9 +285,7 @@ struct ModelRun {
   std::unique_ptr<PrepareJob> prepare;
   // In the order in which they came.
   std::vector<std::unique_ptr<LoadRun>> loads;
-  // The layout made last, and from what.
-  std::string layout_input;
-  std::shared_ptr<const KnownLayout> layout;
+  RecentLayouts layouts;
 
   // The newest committed one; no update_id: none.
   const CommittedUpdate& Newest() const;

@@ -238,9 +238,9 @@ void CoordinatorCore::OpenLoad(ModelRun* model, const LoadRun& load) {
     fault.message = absl::StrCat(load.path, ": ", fault.message);
     return FailLoad(model, id, fault);
   }
-  auto known = MakeKnownLayout(registry_.LoadInput(model->name, replicas,
-                                                   parameters, LabelsOf(nodes_),
-                                                   options_.bucket_bytes));
+  auto known = model->layouts.Make(
+      registry_.LoadInput(model->name, replicas, parameters, LabelsOf(nodes_),
+                          options_.bucket_bytes));
   if (!known.ok()) {
     return FailLoad(model, id,
                     Fault(known.status().code(), ErrorReason(known.status()),

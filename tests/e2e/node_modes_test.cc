@@ -23,24 +23,18 @@
 #include "gtest/gtest.h"
 #include "tests/e2e/hand_coordinator.h"
 #include "transport/digest.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace e2e {
 namespace {
 
+using transport::Eventually;
+
 constexpr int64_t kRows = 96;
 constexpr int64_t kColumns = 512;
 constexpr int64_t kTensorBytes = kRows * kColumns * 2;
 constexpr int kTensors = 3;
-
-bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + absl::Seconds(60);
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return true;
-}
 
 std::vector<client::Tensor> Tensors(char* data) {
   std::vector<client::Tensor> tensors;

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -25,6 +24,7 @@
 #include "transport/cuda/sim_control.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace transport {
@@ -38,14 +38,6 @@ std::string RandomBytes(size_t count, uint32_t seed) {
   std::string bytes(count, '\0');
   for (char& byte : bytes) byte = static_cast<char>(random());
   return bytes;
-}
-
-bool Eventually(const std::function<bool()>& done) {
-  for (int i = 0; i < 1000; ++i) {
-    if (done()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
 }
 
 // ---- A second process: this program with a part to play ----
