@@ -134,7 +134,7 @@ void CoordinatorCore::Recover(const std::string& name,
             journal.newest_end.superseded());
   }
   model->book.Recover(journal.floor, journal.publish_index, newest.update_id(),
-                      newest_fault);
+                      newest.step(), newest_fault);
 
   if (committed.update_id().empty() || journal.committed_ended) return;
   LOG(INFO) << committed_record.name() << " (update " << committed.update_id()
