@@ -36,6 +36,9 @@ class WeightsyncError(Exception):
 
     code: Code = Code.UNKNOWN
 
+    # Those that are an OSError too would print its errno and file.
+    __str__ = Exception.__str__
+
     def __init__(
         self,
         reason: str,
@@ -74,8 +77,7 @@ class NotFoundError(WeightsyncError, LookupError):
 
 
 class CheckpointNotFoundError(NotFoundError, FileNotFoundError):
-    # OSError prints its own arguments.
-    __str__ = Exception.__str__
+    """There is no checkpoint."""
 
 
 class AlreadyExistsError(WeightsyncError, RuntimeError):
@@ -85,33 +87,25 @@ class AlreadyExistsError(WeightsyncError, RuntimeError):
 
 
 class CheckpointExistsError(AlreadyExistsError, FileExistsError):
-    __str__ = Exception.__str__
+    """There is something already."""
 
 
 class PermissionDeniedError(WeightsyncError, PermissionError):
     code = Code.PERMISSION_DENIED
 
-    __str__ = Exception.__str__
-
 
 class UnauthenticatedError(WeightsyncError, PermissionError):
     code = Code.UNAUTHENTICATED
 
-    __str__ = Exception.__str__
-
 
 class DeadlineExceededError(WeightsyncError, TimeoutError):
     code = Code.DEADLINE_EXCEEDED
-
-    __str__ = Exception.__str__
 
 
 class UnavailableError(WeightsyncError, ConnectionError):
     """The daemon cannot be reached now: try again."""
 
     code = Code.UNAVAILABLE
-
-    __str__ = Exception.__str__
 
 
 class ResourceExhaustedError(WeightsyncError, RuntimeError):
@@ -125,7 +119,7 @@ class MemoryExhaustedError(ResourceExhaustedError, MemoryError):
 
 
 class DiskFullError(ResourceExhaustedError, OSError):
-    __str__ = Exception.__str__
+    """There is no room on a disk."""
 
 
 class AbortedError(WeightsyncError, RuntimeError):
@@ -151,8 +145,6 @@ class DataLossError(WeightsyncError, OSError):
 
     code = Code.DATA_LOSS
 
-    __str__ = Exception.__str__
-
 
 class InternalError(WeightsyncError, RuntimeError):
     """The fault is weightsync's, or of the machine under it."""
@@ -162,8 +154,6 @@ class InternalError(WeightsyncError, RuntimeError):
 
 class StorageError(InternalError, OSError):
     """A disk that cannot be read or written."""
-
-    __str__ = Exception.__str__
 
 
 class UnknownError(WeightsyncError, RuntimeError):
