@@ -448,7 +448,8 @@ def fail(answer: int, error: BaseException) -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    sentence = str(error)
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def guarded(function: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ import numpy
 
 from . import _capi, names as name_rules, tensors
 from .enums import DType, InstalledState, PauseMode
-from .errors import DeadlineExceededError, FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
+from .errors import CancelledError, DeadlineExceededError, FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
 from .loads import Loads
 
 
@@ -90,7 +90,7 @@ class _Loop:
         if isinstance(result, concurrent.futures.Future):
             return self._result(result, timeout)
         if not inspect.isawaitable(result):
-            return result
+            return self._result_of_another(result, timeout)
 
         async def wait_for() -> Any:
             return await result
@@ -100,7 +100,19 @@ class _Loop:
                 raise FailedPreconditionError(
                     "LOOP_MISSING", "A hook returned an asyncio future; say with `loop` which loop it is of."
                 )
-            return asyncio.run(asyncio.wait_for(wait_for(), timeout))
+
+            async def bounded() -> Any:
+                task = asyncio.ensure_future(wait_for())
+                done, _ = await asyncio.wait({task}, timeout=timeout)
+                if not done:
+                    task.cancel()
+                    raise _late(timeout)
+                return task.result()
+
+            try:
+                return asyncio.run(bounded())
+            except asyncio.CancelledError as error:
+                raise _cancelled(error) from error
         return self._result(asyncio.run_coroutine_threadsafe(wait_for(), self._loop), timeout)
 
     @staticmethod
@@ -111,7 +123,34 @@ class _Loop:
             if future.done():
                 raise
             future.cancel()
-            raise DeadlineExceededError("HOOK_TIMEOUT", f"A hook did not end in {timeout:.0f} s.") from None
+            raise _late(timeout) from None
+        except concurrent.futures.CancelledError as error:
+            raise _cancelled(error) from error
+
+    @staticmethod
+    def _result_of_another(result: Any, timeout: float) -> Any:
+        """Of a future of another library (torch.futures, multiprocessing): it must not be taken for done."""
+        done = getattr(result, "done", None) or getattr(result, "ready", None)
+        value = getattr(result, "result", None) or getattr(result, "value", None) or getattr(result, "get", None)
+        if isinstance(result, type) or not callable(done) or not callable(value):
+            return result
+        deadline = time.monotonic() + timeout
+        pause = 0.0002
+        while not done():
+            if time.monotonic() >= deadline:
+                raise _late(timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return value()
+
+
+def _cancelled(error: BaseException) -> CancelledError:
+    why = f": {error}" if str(error) else "."
+    return CancelledError("HOOK_CANCELLED", f"What a hook has returned was cancelled{why}")
+
+
+def _late(timeout: float) -> DeadlineExceededError:
+    return DeadlineExceededError("HOOK_TIMEOUT", f"A hook did not end in {timeout:.0f} s.")
 
 
 class Replica:
@@ -283,8 +322,9 @@ class Worker:
         worker = weightsync.Worker("policy", "replica-0", load=engine.load_weight, on_pause=…, on_resume=…)
 
     `load(name, tensor)` is called for every parameter of an update, while the replica is paused, and may
-    return a future (of concurrent.futures, or an awaitable) that ends when the engine has taken it; the update
-    counts as installed when all have. The tensor may be used until then; its memory is used again for the next
+    return a future (of concurrent.futures, torch.futures or multiprocessing, or an awaitable) that ends when the
+    engine has taken it; the update counts as installed when all have. What a future ends with is as if the
+    callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until then; its memory is used again for the next
     ones. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
     whole. The model is not held once more: tensors come one by one, as many at a time as `load_buffer_bytes`
     holds (at least one); those that the engine has not taken yet are waited for.
