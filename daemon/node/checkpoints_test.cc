@@ -25,9 +25,11 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::ModelBuilder;
 using testing::ModelBytes;
+using ::testing::Not;
 using testing::TestNode;
 using testing::TestUpdate;
 
@@ -251,8 +253,14 @@ TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
     std::ofstream(root() / "runs/7/config.json") << "{}";
   }
   EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
-  // Nothing goes that no checkpoint writes.
+  EXPECT_THAT(Begin().failure().message(), HasSubstr("or say overwrite"));
+  // Nothing goes that no checkpoint writes, and nobody is told that it would.
   std::ofstream(root() / "runs/7/optimizer.pt") << "weeks of training";
+  EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
+  EXPECT_THAT(Begin().failure().message(),
+              AllOf(HasSubstr("overwrite would not replace it: runs/7 has "
+                              "optimizer.pt"),
+                    Not(HasSubstr("say overwrite"))));
   const v1::Failure mine = Begin(true).failure();
   EXPECT_EQ(mine.reason(), "CHECKPOINT_PATH_TAKEN");
   EXPECT_THAT(mine.message(), HasSubstr("runs/7 has optimizer.pt"));
@@ -262,6 +270,84 @@ TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
   EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_EXISTS");
   EXPECT_TRUE(fs::exists(root() / "runs/7/thesis.tex"));
   EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, WhatIsNoDirectoryIsCalledWhatItIs) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  fs::create_directories(root() / "runs");
+  std::ofstream(root() / "runs/7") << "notes";
+  EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
+  EXPECT_THAT(Begin().failure().message(),
+              AllOf(HasSubstr("runs/7 is a file and no checkpoint"),
+                    Not(HasSubstr("say overwrite"))));
+  EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_THAT(Begin(true).failure().message(),
+              HasSubstr("runs/7 is a file and no checkpoint"));
+  fs::remove(root() / "runs/7");
+  fs::create_directory_symlink("/tmp", root() / "runs/7");
+  EXPECT_THAT(Begin(true).failure().message(),
+              HasSubstr("runs/7 is a symbolic link and no checkpoint"));
+  fs::remove(root() / "runs/7");
+  // A file on the way there.
+  std::ofstream(root() / "file") << "notes";
+  auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+  begin.set_path("file/7");
+  begin.mutable_checkpoint()->set_path("file/.7.tmp");
+  const v1::Failure below = Do(a_.get(), begin).failure();
+  EXPECT_EQ(below.reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_THAT(below.message(), HasSubstr("file is a file, so that nothing can "
+                                         "be saved at file/7"));
+  // Beside weights of ours.
+  ASSERT_EQ(Begin().failure().message(), "");
+  ASSERT_EQ(WriteAll().failure().message(), "");
+  ASSERT_EQ(Do(a_.get(), CompleteCommand(define_)).failure().message(), "");
+  fs::create_symlink("/etc/passwd", root() / "runs/7/config.json");
+  EXPECT_THAT(Begin(true).failure().message(),
+              HasSubstr("runs/7 has config.json (a symbolic link)"));
+}
+
+// Neither a save nor an update that came to nothing leaves anything behind.
+TEST_F(OneWriterTest, DirectoriesThatWereMadeForNothingAreRemoved) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  fs::create_directories(root() / "mine");
+  auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+  begin.set_path("mine/updates/m/7");
+  begin.mutable_checkpoint()->set_path("mine/updates/m/.7.tmp");
+  auto complete = CompleteCommand(define_);
+  complete.set_path(begin.path());
+  complete.mutable_checkpoint()->set_path(begin.checkpoint().path());
+  complete.set_update_id("u");
+  complete.set_version(7);
+  for (const bool written : {false, true}) {
+    begin.set_command_id(absl::StrCat("begin", written));
+    ASSERT_EQ(Do(a_.get(), begin).failure().message(), "");
+    EXPECT_TRUE(fs::exists(root() / "mine/updates/m/.7.tmp"));
+    if (written) {
+      auto write = WriteCommand(define_, v1::WriteCheckpoint::STEP_WRITE);
+      *write.mutable_checkpoint() = begin.checkpoint();
+      write.set_path(begin.path());
+      for (const int32_t bucket : buckets_) write.add_buckets(bucket);
+      ASSERT_EQ(Do(a_.get(), write).failure().message(), "");
+      complete.set_command_id("complete");
+      ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
+      EXPECT_TRUE(fs::exists(root() / "mine/updates/m/7"));
+    }
+    auto give_up = complete;
+    give_up.set_give_up(true);
+    give_up.set_command_id(absl::StrCat("give_up", written));
+    ASSERT_EQ(Do(a_.get(), give_up).failure().message(), "");
+    EXPECT_FALSE(fs::exists(root() / "mine/updates")) << written;
+    EXPECT_TRUE(fs::exists(root() / "mine")) << "it was there before";
+  }
+  // What somebody has put there meanwhile stays.
+  begin.set_command_id("begin3");
+  ASSERT_EQ(Do(a_.get(), begin).failure().message(), "");
+  std::ofstream(root() / "mine/updates/notes") << "kept";
+  complete.set_give_up(true);
+  complete.set_command_id("give_up3");
+  ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
+  EXPECT_FALSE(fs::exists(root() / "mine/updates/m"));
+  EXPECT_TRUE(fs::exists(root() / "mine/updates/notes"));
 }
 
 TEST_F(OneWriterTest, ACheckpointInsideOfAnotherIsNeitherMadeNorLost) {
