@@ -22,6 +22,10 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
+std::string Sentence(const absl::Status& status) {
+  return std::string(status.message());
+}
+
 std::string TempDir() {
   std::string path = testing::TempDir() + "/listenXXXXXX";
   return mkdtemp(&path[0]);
@@ -51,18 +55,18 @@ TEST(ListenTest, NamesTheFlag) {
   const auto http = [](absl::string_view text) {
     return *ParseHostPort(text, "http_address");
   };
-  EXPECT_THAT(ParseHostPort("nowhere", "http_address").status().message(),
+  EXPECT_THAT(Sentence(ParseHostPort("nowhere", "http_address").status()),
               StartsWith("--http_address=nowhere is no address"));
-  EXPECT_THAT(ParseHost("nowhere", "data_address").status().message(),
+  EXPECT_THAT(Sentence(ParseHost("nowhere", "data_address").status()),
               StartsWith("--data_address=nowhere is no address"));
   EXPECT_THAT(
-      WhyNotListen(http("192.0.2.1:0"), "http_address").message(),
+      Sentence(WhyNotListen(http("192.0.2.1:0"), "http_address")),
       StartsWith("--http_address=192.0.2.1 is not an address of this machine"));
   const absl::Status read =
       CheckReach(http("0.0.0.0:1"), false, "http_address");
-  EXPECT_THAT(read.message(), HasSubstr("read the figures of this node"));
-  EXPECT_THAT(read.message(), Not(HasSubstr("weights")));
-  EXPECT_THAT(CheckReach(http("0.0.0.0:1"), false, "listen").message(),
+  EXPECT_THAT(Sentence(read), HasSubstr("read the figures of this node"));
+  EXPECT_THAT(Sentence(read), Not(HasSubstr("weights")));
+  EXPECT_THAT(Sentence(CheckReach(http("0.0.0.0:1"), false, "listen")),
               HasSubstr("read and replace weights"));
 }
 
@@ -129,7 +133,7 @@ TEST(ListenTest, SaysWhyNothingCanListen) {
   EXPECT_TRUE(WhyNotListen(taken, "listen").ok());
   taken.port = ntohs(address.sin_port);
   EXPECT_EQ(ErrorReason(WhyNotListen(taken, "listen")), "SOCKET_IN_USE");
-  EXPECT_THAT(WhyNotListen(taken, "http_address").message(),
+  EXPECT_THAT(Sentence(WhyNotListen(taken, "http_address")),
               EndsWith("or give this daemon another --http_address"));
   close(fd);
   // TEST-NET-1: nobody has it.

@@ -87,7 +87,8 @@ TEST_P(RootedTest, PathsThatLeadOut) {
   for (const char* bad : {"a\nb", "a/\tb", "a/b\x7f", "\x1b[2J"}) {
     const absl::Status refused = root_->OpenFile(bad, O_RDONLY).status();
     EXPECT_EQ(ReasonOf(refused), "CHECKPOINT_PATH_INVALID");
-    EXPECT_THAT(refused.message(), HasSubstr("has a control character"));
+    EXPECT_THAT(std::string(refused.message()),
+                HasSubstr("has a control character"));
     EXPECT_EQ(refused.message().find(bad), absl::string_view::npos)
         << "a sentence is one line, whatever it quotes";
   }
@@ -110,22 +111,24 @@ TEST_P(RootedTest, LinksAreNotFollowed) {
     const std::string link = absl::StartsWith(bad, "out")  ? "out"
                              : absl::StartsWith(bad, "in") ? "in"
                                                            : "real/link";
-    EXPECT_THAT(file.status().message(),
+    EXPECT_THAT(std::string(file.status().message()),
                 StartsWith(link + " is a symbolic link"));
   }
   for (const char* bad : {"out", "in"}) {
     const absl::Status refused = root_->OpenDirectory(bad).status();
     EXPECT_EQ(ReasonOf(refused), "CHECKPOINT_PATH_INVALID") << bad;
-    EXPECT_THAT(refused.message(),
+    EXPECT_THAT(std::string(refused.message()),
                 StartsWith(absl::StrCat(bad, " is a symbolic link")));
   }
   // Nor is one said to be there that is not.
-  EXPECT_THAT(root_->OpenFile("real/none", O_RDONLY).status().message(),
-              StartsWith("there is no real/none below --checkpoint_root="));
+  EXPECT_THAT(
+      std::string(root_->OpenFile("real/none", O_RDONLY).status().message()),
+      StartsWith("there is no real/none below --checkpoint_root="));
   const absl::Status file = root_->List("real/file/x").status();
   EXPECT_EQ(ReasonOf(file), "CHECKPOINT_NOT_FOUND");
-  EXPECT_THAT(file.message(), StartsWith("real/file is a file, and a directory "
-                                         "is looked for at real/file/x"));
+  EXPECT_THAT(std::string(file.message()),
+              StartsWith("real/file is a file, and a directory "
+                         "is looked for at real/file/x"));
   using Kind = RootedDirectory::Kind;
   EXPECT_EQ(root_->KindOf("real/file"), Kind::kFile);
   EXPECT_EQ(root_->KindOf("real"), Kind::kDirectory);
