@@ -150,7 +150,8 @@ TEST(UsersReportsTest, AnEngineThatDoesNotResumeIsNamedUntilItDoes) {
     return true;
   };
   const auto times_of_r2 = [&c] {
-    for (const v1::ReplicaTimes& times : c.Version().replicas()) {
+    const v1::Version version = c.Version();
+    for (const v1::ReplicaTimes& times : version.replicas()) {
       if (times.replica() == "models/m/replicas/r2") return times;
     }
     return v1::ReplicaTimes();
