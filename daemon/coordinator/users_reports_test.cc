@@ -2,6 +2,7 @@
 // each report is a test of its name.
 
 #include <string>
+#include <utility>
 
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/fake_cluster.h"
@@ -197,6 +198,25 @@ TEST(UsersReportsTest, NobodyIsNamedTwiceInASentence) {
     const std::string message = c.Version().failure().message();
     EXPECT_NE(message.find("node n2"), std::string::npos) << message;
     EXPECT_EQ(message.find("node n2"), message.rfind("node n2")) << message;
+  }
+}
+
+TEST(UsersReportsTest, NorIsOneWhoHasGone) {
+  const std::string who = "worker 0 of models/m/replicas/r1";
+  for (const auto& said : {std::pair<std::string, std::string>{"", " has gone"},
+                           {"no luck", " has gone: no luck"},
+                           {who + " is lost: no luck", " is lost: no luck"}}) {
+    FakeCluster c;
+    c.AddStandard();
+    v1::NodeReport report;
+    v1::WorkerLeft* left = report.mutable_worker_left();
+    left->set_model(kModel);
+    left->set_replica("r1");
+    left->set_incarnation(c.engines["r1"].incarnation);
+    left->mutable_failure()->set_message(said.first);
+    c.Report("n1", report);
+    EXPECT_EQ(c.Replica("r1").last_failure().message(),
+              who + " on node n1" + said.second);
   }
 }
 

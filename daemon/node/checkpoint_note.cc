@@ -246,10 +246,12 @@ absl::Status CheckReplaceable(const RootedDirectory& root,
                            transport::IsWeightFile(file.first);
                   });
   if (!weights) {
-    return MakeError(absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
-                     absl::StrCat(directory,
-                                  " is there, and has no weights: it is not "
-                                  "replaced; give another path"));
+    return MakeError(
+        absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
+        absl::StrCat(directory, " is a directory without weights (it has ",
+                     files->begin()->first,
+                     "): it is not replaced; give another path, or move or "
+                     "remove it first"));
   }
   const auto note = ReadCheckpointNote(root, directory);
   for (const auto& file : *files) {
