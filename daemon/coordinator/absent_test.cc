@@ -82,7 +82,8 @@ TEST(AbsentTest, OneThatCameForALaterUpdateIsNotAwaitedForTheOlder) {
   c.LoseWorker("r2", 1);
   c.PublishAll(2);
   c.Run();
-  const std::string older = c.Version().name();
+  const std::string older = std::to_string(c.Version().version());
+  ASSERT_EQ(c.Version(older).update_id(), c.Version().update_id());
   EXPECT_THAT(c.Version(older).absent_replicas(),
               ElementsAre("models/m/replicas/r2"));
   c.PublishAll(2);
