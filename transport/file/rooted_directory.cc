@@ -389,20 +389,30 @@ absl::Status RootedDirectory::Put(const std::string& from,
   if (!to_parent.ok()) return to_parent.status();
   const int from_at = from_parent->get();
   const int to_at = to_parent->get();
-  const auto synced = [&] {
-    return fsync(to_at) == 0 ? absl::OkStatus() : FileError("sync", to, errno);
+  // Nobody may count on what could not be synced: `undo` takes it back.
+  const auto synced = [&](const auto& undo) {
+    if (fsync(to_at) == 0) return absl::OkStatus();
+    const absl::Status status = FileError("sync", to, errno);
+    undo();
+    return status;
   };
   // Until the name is free, or taken: somebody else may be at it.
   for (int attempt = 0; attempt < 8 && !no_exchange_; ++attempt) {
     if (Renameat2(from_at, from_leaf.c_str(), to_at, to_leaf.c_str(),
                   RENAME_NOREPLACE) == 0) {
-      return synced();
+      return synced([&] {
+        Renameat2(to_at, to_leaf.c_str(), from_at, from_leaf.c_str(),
+                  RENAME_NOREPLACE);
+      });
     }
     if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) break;
     if (errno != EEXIST || !replace) return FileError("make", to, errno);
     if (Renameat2(from_at, from_leaf.c_str(), to_at, to_leaf.c_str(),
                   RENAME_EXCHANGE) == 0) {
-      return synced();
+      return synced([&] {
+        Renameat2(to_at, to_leaf.c_str(), from_at, from_leaf.c_str(),
+                  RENAME_EXCHANGE);
+      });
     }
     if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) break;
     if (errno != ENOENT) return FileError("replace", to, errno);
@@ -427,7 +437,10 @@ absl::Status RootedDirectory::Put(const std::string& from,
     if (there) renameat(to_at, aside_leaf.c_str(), to_at, to_leaf.c_str());
     return status;
   }
-  absl::Status status = synced();
+  absl::Status status = synced([&] {
+    renameat(to_at, to_leaf.c_str(), from_at, from_leaf.c_str());
+    if (there) renameat(to_at, aside_leaf.c_str(), to_at, to_leaf.c_str());
+  });
   if (!status.ok() || !there) return status;
   return RemoveTree(AsideName(to));
 }

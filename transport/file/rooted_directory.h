@@ -77,7 +77,7 @@ class RootedDirectory {
 
   // Puts directory `from` where `to` is or is not; both are beside each other.
   // Nobody sees `to` missing or half there. With `replace` what was at `to` is
-  // at `from` afterwards, or nothing. Synced.
+  // at `from` afterwards, or nothing. Synced; what cannot be is undone.
   //   CHECKPOINT_EXISTS: something is there, and not `replace`.
   // Where the file system cannot exchange two names, `to` is first moved to
   // AsideName(to), and moved back by Recover if that was cut short.
