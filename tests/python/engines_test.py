@@ -9,7 +9,7 @@ import base64
 import concurrent.futures
 import contextlib
 import http.server
-import importlib
+import importlib.util
 import json
 import pickle
 import sys
@@ -545,6 +545,59 @@ def test_sglang(address, model):
             assert error.value.reason == "PAUSE_MODE_UNIMPLEMENTED"
         assert ("pause", "abort") not in engine.calls and "load" not in engine.calls
         assert engine.model.holds(weights(1))
+        controller.stop()
+
+
+class FakeSGLangOfTwo(FakeSGLang):
+    """Each of its ranks has the module for itself, as processes have."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.models = [FakeModel(), FakeModel()]
+        self.ranks = []
+        for rank in range(2):
+            spec = importlib.util.spec_from_file_location(f"weightsync.sglang_{rank}", weightsync.sglang.__file__)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            monkeypatch.setattr(module, "_tensor_parallel_rank", lambda rank=rank: rank)
+            self.ranks.append(module)
+
+    def answer(self, method, path, query, body):
+        if path != "/update_weights_from_tensor":
+            return super().answer(method, path, query, body)
+        payloads = [pickle.loads(base64.b64decode(p)) for p in body["serialized_named_tensors"]]
+        assert len(payloads) == 2, "one for each rank"
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda module, model, given: module.load(model, given), self.ranks, self.models, payloads))
+        return 200, {"success": True, "message": ""}
+
+
+def test_sglang_of_two_workers_whose_flush_is_refused(address, model, monkeypatch):
+    """It stays paused, by name, with prefixes that older weights made; and goes on when the flush succeeds."""
+    engine = FakeSGLangOfTwo(monkeypatch)
+    with serving(engine.answer) as url, weightsync.Trainer(model, address=address) as trainer, weightsync.Admin(
+        address
+    ) as admin:
+        trainer.register(weights(0))
+        controller = weightsync.sglang.Controller(url, model, "r", workers=2, address=address)
+        controller.start()
+        trainer.publish(tensors=weights(1), pause_mode="abort").wait(60)
+        assert all(one.holds(weights(1)) for one in engine.models)
+        engine.calls.clear()
+        engine.queue_is_empty = False
+        update = trainer.publish(tensors=weights(2), pause_mode="abort")
+
+        def failure():
+            found = admin.call("GetReplica", name=f"models/{model}/replicas/r").last_failure
+            return found if found.reason == "PREFIX_CACHE_IN_USE" else None
+
+        found = cluster.wait_until(failure, "the failure is not seen", 60)
+        assert "stays paused" in found.message
+        assert "flush" in engine.calls and "continue" not in engine.calls and engine.version == "1"
+        engine.queue_is_empty = True
+        update.wait(90)
+        cluster.wait_until(lambda: "continue" in engine.calls, "it stays paused", 60)
+        assert all(one.holds(weights(2)) for one in engine.models) and engine.version == "2"
         controller.stop()
 
 

@@ -400,6 +400,27 @@ TEST(PlanCheckpointTest, FilesAreNamedAsTheFieldNamesThem) {
   EXPECT_EQ(ReasonOf(PlanCheckpoint({}, -1).status()), "SHARD_BYTES_INVALID");
 }
 
+// Headers only: nothing of that size is made.
+TEST(PlanCheckpointTest, FilesAreOfUpToFiveGigabytes) {
+  EXPECT_EQ(kDefaultShardBytes, 5'000'000'000);
+  const std::vector<SafetensorsTensor> tensors = {
+      Tensor("a", "BF16", {1'500'000'000}),
+      Tensor("b", "BF16", {1'500'000'000})};
+  auto plan = PlanCheckpoint(tensors, 0);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_EQ(plan->files.size(), 2u);
+  for (const CheckpointFile& file : plan->files) {
+    EXPECT_LE(file.bytes, 5'000'000'000);
+    EXPECT_EQ(file.tensors.size(), 1u);
+  }
+  // What fits is not cut.
+  plan = PlanCheckpoint({Tensor("a", "BF16", {1'500'000'000}),
+                         Tensor("b", "BF16", {900'000'000})},
+                        0);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->files.size(), 1u);
+}
+
 TEST(PlanCheckpointTest, WhatATemplateHasBesideWeights) {
   std::vector<std::string> taken;
   for (const char* name : {"config.json", "tokenizer.json", "tokenizer.model",

@@ -362,6 +362,7 @@ def raw(value: Optional[str]) -> Optional[bytes]:
 
 
 def random_id() -> str:
+    """A new identity, for example an incarnation: 32 hexadecimal digits."""
     buffer = ctypes.create_string_buffer(33)
     call("random_id", buffer)
     return text(buffer.value)

@@ -73,6 +73,8 @@ class FailedPreconditionError(WeightsyncError, RuntimeError):
 
 
 class NotFoundError(WeightsyncError, LookupError):
+    """What was named is not there."""
+
     code = Code.NOT_FOUND
 
 
@@ -91,14 +93,20 @@ class CheckpointExistsError(AlreadyExistsError, FileExistsError):
 
 
 class PermissionDeniedError(WeightsyncError, PermissionError):
+    """The daemon, or the machine, does not let this user."""
+
     code = Code.PERMISSION_DENIED
 
 
 class UnauthenticatedError(WeightsyncError, PermissionError):
+    """The daemon wants to know who is calling."""
+
     code = Code.UNAUTHENTICATED
 
 
 class DeadlineExceededError(WeightsyncError, TimeoutError):
+    """It took longer than was given; what it was may still happen."""
+
     code = Code.DEADLINE_EXCEEDED
 
 
@@ -129,14 +137,20 @@ class AbortedError(WeightsyncError, RuntimeError):
 
 
 class UnimplementedError(WeightsyncError, NotImplementedError):
+    """This release, or this engine, cannot do it."""
+
     code = Code.UNIMPLEMENTED
 
 
 class CancelledError(WeightsyncError, RuntimeError):
+    """It was called off."""
+
     code = Code.CANCELLED
 
 
 class OutOfRangeError(WeightsyncError, ValueError):
+    """Beyond what there is, for example a page."""
+
     code = Code.OUT_OF_RANGE
 
 

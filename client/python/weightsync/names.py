@@ -320,4 +320,5 @@ def leftovers(ours: Sequence[str], theirs: Sequence[str]) -> Tuple[List[str], Li
 
 
 def warn(message: str) -> None:
+    """Warns as of the caller's caller."""
     warnings.warn(message, PatternWarning, stacklevel=3)

@@ -38,6 +38,7 @@ MODES = {PauseMode.ABORT: "abort", PauseMode.DRAIN: "wait", PauseMode.KEEP: "kee
 
 
 def mode_of(request: PauseRequest) -> str:
+    """vLLM's word for the mode; PAUSE_MODE_UNIMPLEMENTED."""
     mode = MODES.get(request.mode)
     if mode is None:
         raise UnimplementedError("PAUSE_MODE_UNIMPLEMENTED", f"vLLM knows no pause mode {request.mode.name}.")
@@ -121,6 +122,7 @@ class WorkerExtension:
         return index
 
     def weightsync_wait_registered(self, timeout: float = 60.0) -> None:
+        """Returns when the daemon knows this worker."""
         assert self._weightsync_worker is not None
         self._weightsync_worker.wait_registered(timeout)
 
@@ -135,6 +137,7 @@ class WorkerExtension:
         self._weightsync_worker.mark_dropped()
 
     def weightsync_stop(self) -> None:
+        """Ends this process's worker."""
         worker = getattr(self, "_weightsync_worker", None)
         if worker is not None:
             worker.close()
@@ -232,11 +235,13 @@ class Controller(_Control):
         await asyncio.to_thread(self.replica.wait_registered, timeout)
 
     async def stop(self) -> None:
+        """Ends the replica and the workers; the engine goes on."""
         if self.replica is not None:
             await asyncio.to_thread(self.replica.close)
         await self.engine.collective_rpc("weightsync_stop")
 
     async def pause(self, request: PauseRequest) -> str:
+        """The hook on_pause; PAUSE_TOO_LONG, with the engine running, at the deadline."""
         mode = mode_of(request)
         clear = bool(request.update_id) and mode == "keep"
         try:
@@ -250,6 +255,7 @@ class Controller(_Control):
         return f"vLLM paused ({mode})"
 
     async def resume(self, info: ResumeInfo) -> None:
+        """The hook on_resume: prefixes of older weights go first (PREFIX_CACHE_IN_USE)."""
         if info.weights_changed and await self.engine.reset_prefix_cache() is False:
             raise _reset_refused()
         await self.engine.resume_generation()
@@ -300,17 +306,20 @@ class HttpController(_Control):
         return self._call("POST", "/collective_rpc", body=body)
 
     def start(self) -> None:
+        """Makes the workers and the replica, and waits until the daemon knows them."""
         self._rpc("weightsync_start", **self._start_arguments())
         self.replica = self._make_replica(None)
         self._rpc("weightsync_wait_registered", timeout=self.timeout)
         self.replica.wait_registered(self.timeout)
 
     def stop(self) -> None:
+        """Ends the replica and the workers; the server goes on."""
         if self.replica is not None:
             self.replica.close()
         self._rpc("weightsync_stop")
 
     def pause(self, request: PauseRequest) -> str:
+        """The hook on_pause; PAUSE_TOO_LONG, with the engine running, at the deadline."""
         mode = mode_of(request)
         clear = "true" if request.update_id and mode == "keep" else "false"
         try:
@@ -323,6 +332,7 @@ class HttpController(_Control):
         return f"vLLM paused ({mode})"
 
     def resume(self, info: ResumeInfo) -> None:
+        """The hook on_resume: prefixes of older weights go first (PREFIX_CACHE_IN_USE)."""
         if info.weights_changed:
             if self._call("POST", "/reset_prefix_cache").get("success") is False:
                 raise _reset_refused()

@@ -79,6 +79,7 @@ class TransferEngine(_Engine):
         self._updating = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Makes this process's worker, and waits until the daemon knows it."""
         self.shutdown()
         parallel = self._vllm_config.parallel_config
         self._worker = Worker(
@@ -95,12 +96,15 @@ class TransferEngine(_Engine):
         self._worker.wait_registered(init_info.timeout)
 
     def parse_init_info(self, given: Dict[str, Any]) -> InitInfo:
+        """What init_info of the request says; TypeError names a field that is missing or unknown."""
         return InitInfo(**given)
 
     def parse_update_info(self, given: Dict[str, Any]) -> UpdateInfo:
+        """As parse_init_info."""
         return UpdateInfo(**given)
 
     def start_weight_update(self) -> None:
+        """Opens a session; one at a time."""
         if self._worker is None:
             raise RuntimeError("init_transfer_engine was not called")
         if self._updating:
@@ -108,6 +112,7 @@ class TransferEngine(_Engine):
         self._updating = True
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Returns when that version is installed; INSTALL_TIMEOUT, and no session, when it is not in time."""
         if not self._updating or self._worker is None:
             raise RuntimeError("start_weight_update was not called")
         try:
@@ -118,14 +123,17 @@ class TransferEngine(_Engine):
             raise
 
     def update_weights(self, update_info: Dict[str, Any]) -> None:
+        """receive_weights, of what a request says."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
+        """Ends the session."""
         if not self._updating:
             raise RuntimeError("start_weight_update was not called")
         self._updating = False
 
     def shutdown(self) -> None:
+        """Ends this process's worker."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

@@ -93,7 +93,8 @@ class Replica:
       on_pause: stops generating, and returns when no worker reads weights any more; what it returns is shown
         to people ("drained 3 requests"). After an error the engine counts as neither paused nor running.
       on_resume: generates again. Where `weights_changed`, caches made with older weights must go first.
-      on_version: called before on_resume when the weights are others than before.
+      on_version: called before on_resume when the weights are others than before; once for each version, but
+        again after it has raised.
       on_remove: the engine can go on without the model, an adapter, which may so be removed
         (`weightsyncctl remove`): called before on_resume when it was; drops what the engine made of it. The
         next version that is published brings the model back.
@@ -138,6 +139,7 @@ class Replica:
         self._hooks = Loop(loop)
         self._resume_timeout = resume_timeout
         self._served: Tuple[str, int] = ("", 0)
+        self._told = ""
         pause = _capi.ON_PAUSE(_capi.guarded(self._pause))
         resume = _capi.ON_RESUME(_capi.guarded(self._resume))
         options = _capi.ReplicaOptions(
@@ -180,8 +182,10 @@ class Replica:
         )
         if info.removed and self._on_remove is not None:
             self._hooks.wait(self._on_remove(info), self._resume_timeout)
-        if self._on_version is not None and info.update_id and info.update_id != self._served[0]:
+        if self._on_version is not None and info.update_id and info.update_id != self._told:
             self._hooks.wait(self._on_version(info), self._resume_timeout)
+            # Once for each, also when on_resume has to be called again.
+            self._told = info.update_id
         if self._on_resume is not None:
             self._hooks.wait(self._on_resume(info), self._resume_timeout)
         self._served = (info.update_id, info.version)
@@ -208,6 +212,7 @@ class Replica:
 
     @property
     def paused(self) -> bool:
+        """Whether its engine stands paused."""
         return bool(self._handle.call("paused"))
 
     def check(self) -> None:
@@ -569,6 +574,7 @@ class Worker:
 
     @property
     def installed(self) -> Installed:
+        """What lies in its tensors now."""
         found = _capi.Installed()
         self._handle.call("installed", ctypes.byref(found))
         return Installed(InstalledState(found.state), _capi.text(found.update_id), found.version)
