@@ -140,7 +140,7 @@ void CoordinatorCore::CheckpointRead(const std::string& node,
       }
       Fault fault = FromProto(report.failure());
       if (!fault.ok()) {
-        fault.message = absl::StrCat("node ", node, ": ", fault.message);
+        fault.message = SaidBy(absl::StrCat("node ", node), fault.message);
         return FailLoad(&entry.second, load->id, fault);
       }
       load->read = true;
@@ -365,7 +365,7 @@ bool CoordinatorCore::FinishLoad(AdminWait* wait) {
     return true;
   }
   if (record->state() == v1::Version::STATE_ACTIVE) {
-    Answer(*wait, *record);
+    Answer(*wait, *Queries(*this).GetVersion(record->name(), update_id, now_));
     return true;
   }
   if (record->has_end_time() || record->has_failure()) {

@@ -161,10 +161,7 @@ bool CoordinatorCore::FinishRemove(ModelRun* model, const AdminWait& wait) {
     const ReplicaState& machine = entry.second.machine;
     // An update that was published since has brought it back.
     if (!model->removed || !machine.Complete()) continue;
-    const bool held = machine.HeldBy(Holder{Holder::kInstall, kRemoval});
-    const bool runs =
-        machine.engine == EngineState::kRunning || !machine.holders.empty();
-    if (machine.InstalledEverywhere(kRemoval) && !held && runs) continue;
+    if (machine.DoneWith(kRemoval)) continue;
     names.push_back(machine.fenced
                         ? absl::StrCat(machine.name,
                                        " (fenced: ", machine.fault.reason, ")")

@@ -203,22 +203,19 @@ v1::NodeHeartbeat Agent::MakeHeartbeat() {
 }
 
 absl::StatusOr<v1::MemoryUse> Agent::AskMemory(absl::Duration timeout) {
-  struct Answer {
-    v1::MemoryUse memory;
-    absl::Notification there;
-  };
-  auto answer = std::make_shared<Answer>();
-  loop_.Post([this, answer] {
-    answer->memory = MemoryUse();
-    answer->there.Notify();
-  });
-  if (!answer->there.WaitForNotificationWithTimeout(timeout)) {
-    return ErrorStatus(
-        absl::StatusCode::kUnavailable, "NODE_BUSY",
-        absl::StrCat("node ", options_.node, " has not answered itself within ",
-                     absl::FormatDuration(timeout), ": see its log"));
+  auto memory = std::make_shared<v1::MemoryUse>();
+  switch (asker_.Ask([this, memory] { *memory = MemoryUse(); }, timeout)) {
+    case Asker::Outcome::kDone:
+      return std::move(*memory);
+    case Asker::Outcome::kEnding:
+      return ShuttingDown();
+    case Asker::Outcome::kLate:
+      break;
   }
-  return std::move(answer->memory);
+  return ErrorStatus(
+      absl::StatusCode::kUnavailable, "NODE_BUSY",
+      absl::StrCat("node ", options_.node, " has not answered itself within ",
+                   absl::FormatDuration(timeout), ": see its log"));
 }
 
 v1::MemoryUse Agent::MemoryUse() {

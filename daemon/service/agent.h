@@ -24,6 +24,7 @@
 #include "daemon/node/placement.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
+#include "daemon/service/asker.h"
 #include "daemon/service/loop.h"
 #include "daemon/service/node_context.h"
 #include "daemon/service/node_link.h"
@@ -82,8 +83,11 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   void StopLoops();
 
   // What GetNode shows of its memory, now. From any other thread than the
-  // loop's. UNAVAILABLE (NODE_BUSY): the loop has not come to it in `timeout`.
+  // loop's. UNAVAILABLE (NODE_BUSY): the loop has not come to it in `timeout`;
+  // (SHUTTING_DOWN): nor when EndAsking's time had come.
   absl::StatusOr<v1::MemoryUse> AskMemory(absl::Duration timeout);
+  // Whoever asks is not waited for longer.
+  void EndAsking(absl::Time deadline) { asker_.EndBy(deadline); }
 
   // Runs `task` on the loop.
   void Post(Loop::Task task) { loop_.Post(std::move(task)); }
@@ -120,6 +124,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // first of all are stopped in Shutdown and StopLoops.
   LayoutBook layouts_;
   Loop loop_{"ws-node"};
+  Asker asker_{&loop_};
   Loop data_{"ws-data"};
   Loop reserving_{"ws-reserve"};
   TaskThreads copies_{"ws-snapshot"};

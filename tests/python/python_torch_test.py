@@ -218,7 +218,7 @@ def test_what_cannot_be_moved(value, reason):
     assert error.value.reason == reason
 
 
-def says_it_is_on(device):
+def says_it_is_on(device, values=None):
     """There is no GPU here: a part whose tensor only says that it is on one."""
 
     class OnDevice(torch.Tensor):
@@ -226,7 +226,8 @@ def says_it_is_on(device):
         def device(self):
             return torch.device(device, 1)
 
-    return tensors.Part("w", weightsync.DType.F32, (2,), None, None, torch.zeros(2).as_subclass(OnDevice))
+    values = torch.zeros(2) if values is None else values
+    return tensors.Part("w", weightsync.DType.F32, (2,), None, None, values.as_subclass(OnDevice))
 
 
 def test_other_devices_are_refused_by_name_unless_bounced(address, model):
@@ -243,6 +244,48 @@ def test_other_devices_are_refused_by_name_unless_bounced(address, model):
         with pytest.raises(NotImplementedError) as error:
             weightsync.Worker(model, "r", {"w": None}, address=address)
         assert error.value.reason == "CUDA_MEMORY"
+
+
+@pytest.mark.parametrize("device", ["xpu", "cuda"])
+def test_bounced_tensors_go_through_the_host(address, model, device):
+    """Both sides read and fill them by torch's own copies: no address of theirs reaches the daemon."""
+    mine, live = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    with pytest.MonkeyPatch.context() as patch, weightsync.Trainer(model, address=address, bounce=True) as trainer:
+        patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on(device, mine)])
+        trainer.register({"w": None})
+        (shard,) = trainer._shards
+        assert shard.target is not None and len(trainer._arenas) == 1
+        assert shard.address != mine.data_ptr()
+        patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on(device, live)])
+        worker = weightsync.Worker(model, "r", {"w": None}, address=address, bounce=True)
+        patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on(device, mine)])
+        with worker:
+            worker.wait_registered()
+            for value in (3.0, 4.0):
+                mine.fill_(value)
+                trainer.publish().wait(60)
+                assert live.tolist() == [value, value]
+        assert len(trainer._arenas) == 1
+
+
+def test_one_copy_into_memory_that_is_used_again(address, model):
+    """Tensors that the daemon cannot read where they lie are copied into one arena, the same at every publish."""
+    mine, live = seeded(), seeded()
+    with weightsync.Trainer(model, address=address) as trainer:
+        trainer.register(mine)
+        (arena,) = trainer._arenas
+        addresses = [shard.address for shard in trainer._shards]
+        with serve(model, address, live):
+            for step in range(1, 5):
+                with torch.no_grad():
+                    mine.layer.weight.fill_(step)
+                # Temporaries of the same layout at every other publish.
+                copies = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
+                del copies["head.weight"]
+                trainer.publish(tensors=copies if step % 2 else None).wait(60)
+                assert same_module(mine, live)
+        trainer.register(mine)
+        assert trainer._arenas == [arena] and [shard.address for shard in trainer._shards] == addresses
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -481,7 +524,8 @@ def test_fsdp2(on_ranks, address, model):
 def _fsdp_over_tp(rank, world):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    for rows, columns in ((8, 12), (12, 8), (16, 4)):
+    # Also what neither dimension of the mesh divides: torch shards it, some ranks get less or nothing.
+    for rows, columns in ((8, 12), (12, 8), (16, 4), (9, 10), (10, 6), (5, 7)):
         torch.manual_seed(rows)
         make = lambda: torch.nn.Sequential(torch.nn.Linear(columns, rows), torch.nn.Linear(rows, columns))  # noqa: E731
         torch.manual_seed(rows)
@@ -506,19 +550,39 @@ def test_fsdp_over_tensor_parallelism(on_ranks):
     on_ranks(_fsdp_over_tp)
 
 
-def _fsdp1(rank, world):
-    whole, module = seeded(), seeded()
-    wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
-    by_name = {}
-    for part in tensors.all_parts(wrapped):
-        by_name.setdefault(part.name, []).append(part)
-    full = whole.state_dict()
-    del full["head.weight"]  # tied: it is in the flat parameter once
-    assert by_name.keys() <= full.keys()
-    for name, tensor in full.items():
-        copies = world if name == "steps" else 1
-        assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
+def _fsdp1(rank, world, address, model):
+    """A module that is wrapped within one that is, with parameters that are seen and with flat ones alone."""
+    for inner, use_orig_params in itertools.product((False, True), (True, False)):
+        whole, module = seeded(), seeded()
+        options = dict(device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        if inner:
+            module.layer = FullyShardedDataParallel(module.layer, **options)
+        wrapped = FullyShardedDataParallel(module, **options)
+        by_name = {}
+        for part in tensors.all_parts(wrapped):
+            by_name.setdefault(part.name, []).append(part)
+        full = whole.state_dict()
+        del full["head.weight"]  # tied: it is in the flat parameter once
+        assert by_name.keys() <= full.keys()
+        for name, tensor in full.items():
+            copies = world if name == "steps" else 1
+            assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
+
+        # And over a cluster: every rank gives its stretch of the flat parameters.
+        name = f"{model}-{int(inner)}{int(use_orig_params)}"
+        with weightsync.Trainer(name, rank, world, address=address) as trainer:
+            trainer.register(wrapped)
+            if rank == 0:
+                live = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
+                worker = serve(name, address, live)
+            torch.distributed.barrier()
+            assert trainer.publish(step=1).wait(60).version == 1
+            torch.distributed.barrier()
+            if rank == 0:
+                for key, tensor in full.items():
+                    assert torch.equal(live[key], tensor), key
+                worker.close()
 
 
-def test_fsdp1(on_ranks):
-    on_ranks(_fsdp1)
+def test_fsdp1(on_ranks, address, model):
+    on_ranks(_fsdp1, address, model)

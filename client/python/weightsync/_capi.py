@@ -362,6 +362,7 @@ def raw(value: Optional[str]) -> Optional[bytes]:
 
 
 def random_id() -> str:
+    """A new identity, for example an incarnation: 32 hexadecimal digits."""
     buffer = ctypes.create_string_buffer(33)
     call("random_id", buffer)
     return text(buffer.value)
@@ -448,7 +449,8 @@ def fail(answer: int, error: BaseException) -> None:
 
 
 def _sentence(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    sentence = str(error)
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
 
 
 def guarded(function: Callable[..., None]) -> Callable[..., None]:

@@ -80,6 +80,7 @@ class Result(Progress):
 
     @property
     def transfer_seconds(self) -> float:
+        """Of the bytes between nodes."""
         return self.phases.get("transfer", 0.0)
 
     @property
@@ -89,9 +90,11 @@ class Result(Progress):
 
     @property
     def total_seconds(self) -> float:
+        """From the first rank's publish to the last replica's resume."""
         return self.phases.get("total", 0.0)
 
     def as_dict(self) -> Dict[str, Any]:
+        """For logs: plain values under the names of the fields."""
         return dataclasses.asdict(self)
 
 
