@@ -419,6 +419,7 @@ TrainerSessions::Resolve(const Session& session,
     v1::ShardBox* box = report.add_shards();
     box->set_parameter(added.first->second);
     if (shard.has_box()) *box->mutable_box() = shard.box();
+    box->set_dtype(shard.dtype());
   }
   return registration;
 }
@@ -472,6 +473,14 @@ void TrainerSessions::Register(
   int64_t model_bytes = 0;
   for (const v1::Parameter& parameter : registration->report.parameters()) {
     model_bytes += ParameterBytes(parameter);
+  }
+  // And all of the scales that are made on the way.
+  absl::flat_hash_set<absl::string_view> with_scales;
+  for (const v1::TensorShard& shard : registration->shards) {
+    const v1::Parameter& parameter = shard.parameter();
+    const int64_t bytes = ScaleBytes(shard, parameter.shape());
+    if (bytes > 0 && with_scales.insert(parameter.name()).second)
+      model_bytes += bytes;
   }
   // Before anybody can want its buckets.
   Place(*session, registration.get());

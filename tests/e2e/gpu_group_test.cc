@@ -5,6 +5,8 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -50,6 +52,44 @@ TEST(GpuGroupTest, UpdatesGoOverNccl) {
   // It was NCCL that they went over.
   EXPECT_NE(cluster.process("b")->Log().find("bytes go over NCCL"),
             std::string::npos);
+}
+
+// BROADCAST is a chain of pairs, and each of them NCCL's.
+TEST(GpuGroupTest, ABroadcastIsAChainOverNccl) {
+  Cluster cluster;
+  for (const auto& [node, device] :
+       std::vector<std::pair<std::string, int>>{{"a", 0}, {"b", 1}, {"c", 2}}) {
+    ASSERT_TRUE(cluster.StartNode(node, Flags(device)));
+  }
+  TestTrainer trainer(&cluster, "a", 2);
+  TestReplica one(&cluster, "b", "one"), two(&cluster, "c", "two");
+  v1::UpdateOptions options;
+  options.set_transfer_policy(v1::TRANSFER_POLICY_BROADCAST);
+  trainer.SetOptions(options);
+  for (const char value : {1, 2}) {
+    const auto version = trainer.Publish(value);
+    ASSERT_TRUE(version.ok()) << version.status();
+    EXPECT_EQ(version->transfer_policy(), v1::TRANSFER_POLICY_BROADCAST);
+    EXPECT_TRUE(one.WaitServes(value));
+    EXPECT_TRUE(two.WaitServes(value));
+  }
+  // A staging buffer at each end of each edge: two ends have one, and who
+  // stands between them two.
+  int edges = 0;
+  EXPECT_TRUE(WaitUntil([&] {
+    edges = 0;
+    for (const char* node : {"a", "b", "c"}) {
+      const auto found = cluster.GetNode(node);
+      if (!found.ok() || found->memory().gpus_size() != 1) return false;
+      edges +=
+          static_cast<int>(found->memory().gpus(0).nccl_bytes() / (16 << 20));
+    }
+    return edges == 4;
+  })) << edges;
+  for (const char* node : {"a", "b", "c"}) {
+    EXPECT_EQ(cluster.process(node)->Log().find("bytes go over TCP"),
+              std::string::npos);
+  }
 }
 
 TEST(GpuGroupTest, AnAgentThatDiesIsStartedAgainAndTheNextUpdateArrives) {
