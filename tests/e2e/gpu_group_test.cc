@@ -11,23 +11,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/e2e/cluster.h"
+#include "tests/e2e/gpu_uuid.h"
 #include "transport/cuda/sim_control.h"
 
 namespace weightsync {
 namespace e2e {
 namespace {
-
-// As the simulated machine has them (tests/gpu/sim/machine.cc).
-std::string UuidOf(int device) {
-  std::string text = "GPU-";
-  for (int i = 0; i < 16; ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    char hex[3];
-    snprintf(hex, sizeof(hex), "%02x", (0xa0 + 17 * i + device) & 0xff);
-    text += hex;
-  }
-  return text;
-}
 
 std::vector<std::string> Flags(int device) {
   return {"--group=nccl", "--device_uuid=" + UuidOf(device)};
