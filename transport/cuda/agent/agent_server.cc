@@ -197,7 +197,14 @@ class AgentServer {
         status = Configure(request.payload, &out);
         break;
       case AgentMessage::kUsage:
+        // Who asks does not wait for ever, and asks again.
+        if (telling_usage_.exchange(true)) {
+          status = MakeError(absl::StatusCode::kResourceExhausted, "AGENT_BUSY",
+                             "the agent still looks what it uses");
+          break;
+        }
         status = Usage(&out);
+        telling_usage_ = false;
         break;
       case AgentMessage::kOpen: {
         const bool writable = in.Get<bool>();
@@ -674,6 +681,7 @@ class AgentServer {
   }
 
   const int socket_;
+  std::atomic<bool> telling_usage_{false};
   CopyPool pool_;
   absl::Mutex send_mutex_;
   std::unique_ptr<FdServer> fds_;

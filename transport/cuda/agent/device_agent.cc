@@ -202,7 +202,7 @@ void DeviceAgent::Read(int socket) {
 absl::StatusOr<std::string> DeviceAgent::Ask(
     uint64_t epoch, AgentMessage type, const std::string& payload, int fd,
     absl::Duration deadline, std::function<void(const AgentPacket&)> on_frames,
-    const std::function<bool()>& stopped, uint64_t channel) {
+    const std::function<bool()>& stopped, uint64_t channel, Silence silence) {
   const absl::Time until = absl::Now() + deadline;
   Call call;
   call.on_frames = std::move(on_frames);
@@ -258,6 +258,12 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
     return std::move(call.answer);
   }
   calls_.erase(id);
+  if (silence == Silence::kIsToldOnly) {
+    return MakeError(absl::StatusCode::kDeadlineExceeded, "DEVICE_AGENT_SLOW",
+                     absl::StrCat("the agent of ", device_uuid_, " (pid ", pid_,
+                                  ") has not answered for ",
+                                  absl::FormatDuration(deadline), " yet"));
+  }
   const absl::Status hung = MakeError(
       absl::StatusCode::kDeadlineExceeded, "DEVICE_AGENT_HUNG",
       absl::StrCat("the agent of ", device_uuid_, " (pid ", pid_,
@@ -364,7 +370,8 @@ void DeviceAgent::Supervise() {
 
 absl::StatusOr<AgentUsage> DeviceAgent::GetUsage(absl::Duration deadline) {
   const absl::StatusOr<std::string> answer =
-      Ask(0, AgentMessage::kUsage, "", -1, deadline);
+      Ask(0, AgentMessage::kUsage, "", -1, deadline, nullptr, nullptr, 0,
+          Silence::kIsToldOnly);
   if (!answer.ok()) return answer.status();
   return AgentReader(*answer).Get<AgentUsage>();
 }

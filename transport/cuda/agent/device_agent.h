@@ -80,6 +80,9 @@ class DeviceAgent {
   // epoch, DEADLINE_EXCEEDED (DEVICE_AGENT_HUNG) when there is no answer: then
   // it is killed, and started again.
 
+  // Except that who looks kills nobody: the runtime may hold a question up for
+  // as long as it pins or opens memory. RESOURCE_EXHAUSTED (AGENT_BUSY): it has
+  // not answered the question before.
   absl::StatusOr<AgentUsage> GetUsage(absl::Duration deadline);
   // An allocation of another process, by what DeviceHandle::Encode gave. The
   // errors of ImportCache::Acquire.
@@ -166,12 +169,16 @@ class DeviceAgent {
   // Everything that waits for it is told `why`.
   void EndProcess(const absl::Status& why);
 
+  // What becomes of an agent that does not answer in time.
+  enum class Silence { kIsFatal, kIsToldOnly };
+
   // epoch 0: whichever runs.
   absl::StatusOr<std::string> Ask(
       uint64_t epoch, AgentMessage type, const std::string& payload, int fd,
       absl::Duration deadline,
       std::function<void(const AgentPacket&)> on_frames = nullptr,
-      const std::function<bool()>& stopped = nullptr, uint64_t channel = 0);
+      const std::function<bool()>& stopped = nullptr, uint64_t channel = 0,
+      Silence silence = Silence::kIsFatal);
 
   const Options options_;
   std::string device_uuid_, device_name_;  // constant after Start

@@ -362,6 +362,23 @@ TEST_F(DeviceAgentTest, ACallThatHangsIsADeadlineAndCostsOneAgent) {
   EXPECT_TRUE(agent->Open(2, trainer.handle(), false, kDeadline).ok());
 }
 
+// A runtime that pins or opens memory holds questions up for seconds.
+TEST_F(DeviceAgentTest, WhoLooksAtUsageKillsNobody) {
+  Trainer trainer;
+  const std::unique_ptr<DeviceAgent> agent = Start(SmallOptions());
+  const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
+  gpu_sim::Plant("call=cudaMemGetInfo process=agent hang=1");
+  EXPECT_EQ(ReasonOf(agent->GetUsage(absl::Milliseconds(200)).status()),
+            "DEVICE_AGENT_SLOW");
+  gpu_sim::Plant("");
+  // At most one of its threads waits, however often it is asked.
+  EXPECT_EQ(ReasonOf(agent->GetUsage(kDeadline).status()), "AGENT_BUSY");
+  EXPECT_EQ(*agent->Pack(1, WholePack(*import), nullptr, kDeadline),
+            WholeDigest());
+  EXPECT_EQ(agent->epoch(), 1u);
+  EXPECT_EQ(changes(), std::vector<std::string>{"up 1"});
+}
+
 TEST_F(DeviceAgentTest, AnAbortThatNeverReturnsCostsOneAgent) {
   DeviceAgent::Options options = SmallOptions();
   options.config.nccl_abort_deadline_ms = 200;
