@@ -470,18 +470,7 @@ void TrainerSessions::Register(
     return;
   }
   std::shared_ptr<Registration> registration = *std::move(resolved);
-  int64_t model_bytes = 0;
-  for (const v1::Parameter& parameter : registration->report.parameters()) {
-    model_bytes += ParameterBytes(parameter);
-  }
-  // And all of the scales that are made on the way.
-  absl::flat_hash_set<absl::string_view> with_scales;
-  for (const v1::TensorShard& shard : registration->shards) {
-    const v1::Parameter& parameter = shard.parameter();
-    const int64_t bytes = ScaleBytes(shard, parameter.shape());
-    if (bytes > 0 && with_scales.insert(parameter.name()).second)
-      model_bytes += bytes;
-  }
+  const int64_t model_bytes = ModelBytes(registration->shards);
   // Before anybody can want its buckets.
   Place(*session, registration.get());
   // Room first: once the coordinator has taken the shards, other ranks count on

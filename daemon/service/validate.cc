@@ -152,6 +152,20 @@ const google::protobuf::RepeatedField<int64_t>& ExtentOf(
   return shard.has_box() ? shard.box().extent() : shard.parameter().shape();
 }
 
+// Of the scales of elements of `extent` alone: 0 where a shard has none.
+int64_t ScaleBytes(const v1::TensorShard& shard,
+                   const google::protobuf::RepeatedField<int64_t>& extent) {
+  if (shard.parameter().dtype() != v1::DTYPE_F8_E4M3 ||
+      shard.dtype() != v1::DTYPE_BF16) {
+    return 0;
+  }
+  int64_t bytes = BytesOf(v1::DTYPE_F32);
+  for (int64_t elements : extent) {
+    bytes *= (elements + schedule::kScaleBlock - 1) / schedule::kScaleBlock;
+  }
+  return bytes;
+}
+
 absl::Status CheckReplicaNames(absl::string_view model,
                                absl::string_view replica, int worker_count,
                                int protocol_version) {
@@ -399,15 +413,14 @@ int64_t ShardBytes(const v1::RegisterShardsRequest& request) {
   return bytes;
 }
 
-int64_t ScaleBytes(const v1::TensorShard& shard,
-                   const google::protobuf::RepeatedField<int64_t>& extent) {
-  if (shard.parameter().dtype() != v1::DTYPE_F8_E4M3 ||
-      shard.dtype() != v1::DTYPE_BF16) {
-    return 0;
-  }
-  int64_t bytes = BytesOf(v1::DTYPE_F32);
-  for (int64_t elements : extent) {
-    bytes *= (elements + schedule::kScaleBlock - 1) / schedule::kScaleBlock;
+int64_t ModelBytes(
+    const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards) {
+  int64_t bytes = 0;
+  absl::flat_hash_set<absl::string_view> seen;
+  for (const v1::TensorShard& shard : shards) {
+    const v1::Parameter& parameter = shard.parameter();
+    if (!seen.insert(parameter.name()).second) continue;
+    bytes += ParameterBytes(parameter) + ScaleBytes(shard, parameter.shape());
   }
   return bytes;
 }

@@ -66,9 +66,9 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request);
 // Bytes that all shards are copied out as, with the scales that are made on the
 // way. REQUIRES: CheckShards is OK.
 int64_t ShardBytes(const v1::RegisterShardsRequest& request);
-// Of the scales of elements of `extent` alone: 0 where a shard has none.
-int64_t ScaleBytes(const v1::TensorShard& shard,
-                   const google::protobuf::RepeatedField<int64_t>& extent);
+// The same of all of the parameters that have a shard here.
+int64_t ModelBytes(
+    const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);
 
 //   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID,
 //     MAX_UNAVAILABLE_INVALID.

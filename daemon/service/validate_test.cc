@@ -107,6 +107,12 @@ TEST(ValidateTest, ShardsThatAreCast) {
   const std::string blocks = held("DTYPE_BF16", 120000, fp8);
   EXPECT_EQ(Shards(blocks), "");
   EXPECT_EQ(ShardBytes(Parse<v1::RegisterShardsRequest>(blocks)), 60000 + 24);
+  // A rank that has a part of it.
+  const auto part = Parse<v1::RegisterShardsRequest>(
+      "shards { dtype: DTYPE_BF16 parameter { name: 'a' " + fp8 +
+      " } box { offset: [0, 0] extent: [128, 200] } }");
+  EXPECT_EQ(ShardBytes(part), 128 * 200 + 8);
+  EXPECT_EQ(ModelBytes(part.shards()), 60000 + 24);
   EXPECT_EQ(Shards(held("DTYPE_BF16", 119999, fp8)), "MEMORY_OUT_OF_RANGE");
   EXPECT_EQ(
       Shards(held("DTYPE_BF16", 120000, "dtype: DTYPE_F8_E4M3 shape: [200]")),
