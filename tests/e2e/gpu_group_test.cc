@@ -52,6 +52,9 @@ TEST(GpuGroupTest, ABroadcastIsAChainOverNccl) {
   }
   TestTrainer trainer(&cluster, "a", 2);
   TestReplica one(&cluster, "b", "one"), two(&cluster, "c", "two");
+  for (const char* replica : {"one", "two"}) {
+    ASSERT_TRUE(cluster.WaitReplicaState(replica, v1::Replica::STATE_SERVING));
+  }
   v1::UpdateOptions options;
   options.set_transfer_policy(v1::TRANSFER_POLICY_BROADCAST);
   trainer.SetOptions(options);

@@ -180,6 +180,7 @@ absl::Status CopyPool::MakeScales(absl::Span<CopyTask> tasks, bool guard_source,
       task.cast = CopyCast::kNone;
     }
   }
+  if (rows.empty()) return absl::OkStatus();
   return ParallelFor(
       static_cast<int64_t>(rows.size()), [&](int64_t i) -> absl::Status {
         const BlockRow& row = rows[static_cast<size_t>(i)];
