@@ -34,8 +34,8 @@ struct FittedCatalog {
 };
 // All ranks of a world, in order: SHARDS_OVERLAP, SHARDS_HOLE, SHAPE_INVALID
 // (the sum of all is too large), DTYPE_MISMATCH (some hold an F8_E4M3 parameter
-// as it is, and others as BF16). A parameter that is cast in blocks is followed by that of
-// its scales, unless a rank has one of that name.
+// as it is, and others as BF16). A parameter that is cast in blocks is followed
+// by that of its scales, unless a rank has one of that name.
 Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
                  FittedCatalog* fitted);
 
