@@ -177,6 +177,10 @@ void CoordinatorCore::TickLoads(ModelRun* model) {
                     absl::StrCat("what ", model->name,
                                  " was busy with did not end within ",
                                  absl::FormatDuration(options_.publish_timeout),
+                                 model->updates.empty() ? "" : ": ",
+                                 model->updates.empty()
+                                     ? ""
+                                     : StillRuns(*model->updates[0]),
                                  "; load again when it has"))
             : Fault(StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
                     absl::StrCat(

@@ -917,8 +917,43 @@ TEST_F(UpdateMachineTest, BehindAnOlderOneItDoesNotWaitForEver) {
   Step(E::kTick);
   EXPECT_EQ(state_.phase, UpdatePhase::kGathering);
   now_ += absl::Seconds(1);
-  Step(E::kTick);
+  E tick;
+  tick.behind = "version 3 is MOVING";
+  StepUpdate(config_, tick, now_, &state_);
   EXPECT_EQ(state_.fault.reason, "QUEUE_TIMEOUT");
+  EXPECT_EQ(state_.fault.message,
+            "the update before it did not end within 2m: version 3 is MOVING; "
+            "publish again");
+}
+
+// What QUEUE_TIMEOUT says of the update in the way, phase by phase.
+TEST_F(UpdateMachineTest, SaysWhoItWaitsFor) {
+  state_.ranks[0].rank = 7;
+  state_.replicas[0].name = "r1";
+  state_.replicas[1].name = "r2";
+  EXPECT_EQ(WaitsFor(state_), "rank 7");
+  Step(E::kRankArrived);
+  Step(E::kNodePrepared, 1);
+  EXPECT_EQ(WaitsFor(state_), "node n0, n2");
+  Prepare();
+  EXPECT_EQ(WaitsFor(state_), "rank 7");
+  Step(E::kRankCopied);
+  Step(E::kNodeVerified, 0);
+  EXPECT_EQ(WaitsFor(state_), "node n1, n2");
+  Verify();
+  EXPECT_EQ(WaitsFor(state_), "r1, r2");
+  Step(E::kReplicaPaused, 0);
+  EXPECT_EQ(WaitsFor(state_), "r2");
+  Step(E::kReplicaPaused, 1);
+  ASSERT_EQ(state_.phase, UpdatePhase::kApplying);
+  Step(E::kReplicaInstalled, 1);
+  EXPECT_EQ(WaitsFor(state_), "r1");
+  Step(E::kReplicaInstalled, 0);
+  ASSERT_EQ(state_.phase, UpdatePhase::kResuming);
+  Step(E::kReplicaResumed, 0);
+  EXPECT_EQ(WaitsFor(state_), "r2");
+  Step(E::kReplicaResumed, 1);
+  EXPECT_EQ(WaitsFor(state_), "");
 }
 
 TEST_F(UpdateMachineTest, LatestMovesBehindTheOlderOneAndSaysWhenItIsComplete) {

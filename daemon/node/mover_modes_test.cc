@@ -1,5 +1,5 @@
-// Fetching from a holder, IN_PLACE, STREAM, and equal buckets: real bytes over
-// loopback between nodes of one process.
+// Fetching from a holder, IN_PLACE and STREAM: real bytes over loopback between
+// nodes of one process.
 
 #include <atomic>
 #include <map>
@@ -672,49 +672,6 @@ TEST(Stream, AfterALostReceiverTheOthersGetTheRestFromTheSource) {
 }
 
 // ---- Equal bytes ----
-
-TEST(EqualBuckets, AreKeptOnceAndDoNotTravel) {
-  const v1::DefineLayout define = TwoReceivers();
-  const ModelBytes model(define, 13);
-  TestNode a("a"), b("b"), c("c");
-  const std::vector<TestNode*> nodes = {&a, &b, &c};
-  int64_t one = 0;
-  for (int version = 1; version <= 3; ++version) {
-    TestUpdate update(define, "u" + std::to_string(version), version, nodes);
-    update.Define();
-    // The snapshot is done before the move, as a small change of a large model.
-    update.Prepare();
-    for (TestNode* node : nodes) node->WaitPrepared();
-    ASSERT_TRUE(update.Snapshot(&a, model).ok());
-    update.Manifest();
-    update.Move();
-    for (TestNode* node : nodes) {
-      const auto verified = node->WaitVerified();
-      ASSERT_EQ(verified.failure().reason(), "");
-      if (node == &a) continue;
-      if (version == 1) {
-        EXPECT_GT(verified.received_bytes(), 1 << 18);
-      }
-      // That the second equals the first is only seen when it is here.
-      if (version == 3) {
-        EXPECT_EQ(verified.received_bytes(), 0);
-      }
-    }
-    update.ExpectWorkersEqual(model);
-    update.End(true);
-    for (TestNode* node : nodes) {
-      ASSERT_TRUE(Eventually([&] {
-        auto held = node->store().HeldUpdates();
-        return !held.empty() && held[0].version() == version;
-      }));
-    }
-    if (version == 1) one = b.UsedBytes();
-    EXPECT_TRUE(Eventually([&] { return b.UsedBytes() == one; }))
-        << b.UsedBytes() << " after version " << version << ", one takes "
-        << one;
-    update.ExpectWorkersEqual(model);
-  }
-}
 
 }  // namespace
 }  // namespace daemon

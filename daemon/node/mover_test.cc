@@ -2,10 +2,15 @@
 
 #include "daemon/node/mover.h"
 
+#include <map>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
 #include "transport/error.h"
@@ -37,6 +42,37 @@ v1::DefineLayout ThreeNodes(int64_t scale = 4) {
       .TensorParallelWorker("c", 1, 2)
       .Build();
 }
+
+// What is sent over each edge, "a->c", and let through: (bucket, frame).
+class SentFrames : public transport::FaultPolicy {
+ public:
+  explicit SentFrames(transport::FaultPolicy* rules = nullptr)
+      : rules_(rules) {}
+  absl::Status OnConnect(absl::string_view from,
+                         absl::string_view to) override {
+    return rules_ == nullptr ? absl::OkStatus() : rules_->OnConnect(from, to);
+  }
+  transport::FrameFault OnSend(absl::string_view from, absl::string_view to,
+                               uint64_t bucket, uint32_t frame) override {
+    transport::FrameFault fault;
+    if (rules_ != nullptr) fault = rules_->OnSend(from, to, bucket, frame);
+    if (fault.kind == transport::FrameFault::Kind::kNone) {
+      absl::MutexLock lock(&mutex_);
+      sent_[absl::StrCat(from, "->", to)].insert({bucket, frame});
+    }
+    return fault;
+  }
+  std::set<std::pair<uint64_t, uint32_t>> Over(const std::string& edge) {
+    absl::MutexLock lock(&mutex_);
+    return sent_[edge];
+  }
+
+ private:
+  transport::FaultPolicy* const rules_;
+  absl::Mutex mutex_;
+  std::map<std::string, std::set<std::pair<uint64_t, uint32_t>>> sent_
+      ABSL_GUARDED_BY(mutex_);
+};
 
 FaultRules::Rule Parse(const std::string& text) {
   auto rules = FaultRules::Parse(text);
@@ -275,9 +311,12 @@ TEST(Mover, ARankThatDiesFailsItsSnapshot) {
 // b is in the middle of the chain to c. It vanishes; c gets the rest on another
 // route, and what it had stays.
 TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
-  FaultRules faults({Parse("kind=cut edge=b->c after=5")});
-  TestNode::Options faulty;
-  faulty.faults = &faults;
+  constexpr int kLet = 40;
+  FaultRules faults({Parse(absl::StrCat("kind=cut edge=b->c after=", kLet))});
+  SentFrames of_a, of_b(&faults);
+  TestNode::Options counted, faulty;
+  counted.faults = &of_a;
+  faulty.faults = &of_b;
   const v1::DefineLayout define = ModelBuilder()
                                       .SmallModel(16)
                                       .FsdpRanks("a", 3)
@@ -285,7 +324,7 @@ TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
                                       .Worker("c")
                                       .Build();
   const ModelBytes model(define, 16);
-  TestNode a("a"), b("b", faulty), c("c");
+  TestNode a("a", counted), b("b", faulty), c("c");
   TestUpdate update(define, "u", 1, {&a, &b, &c});
   update.Define();
   update.Prepare();
@@ -324,6 +363,15 @@ TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
     EXPECT_EQ(verified.failure().reason(), "") << verified.ShortDebugString();
   }
   update.ExpectWorkersEqual(model);
+  // What c had got from b it did not ask a for. A frame that was on its way
+  // when the edge was cut may have been lost.
+  const auto had = of_b.Over("b->c");
+  const auto again = of_a.Over("a->c");
+  ASSERT_GE(had.size(), static_cast<size_t>(kLet));
+  size_t twice = 0;
+  for (const auto& frame : had) twice += again.count(frame);
+  EXPECT_LT(twice, had.size() / 2);
+  EXPECT_FALSE(again.empty());
   update.End(true);
 }
 

@@ -25,6 +25,8 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kTransferBytes = 1 << 20;
+// For copies that still use pinned memory when its owner takes it away.
+constexpr absl::Duration kUnpinDeadline = absl::Seconds(5);
 // What a segment is rounded up to by the driver, so that sums are right.
 int64_t Rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
 
@@ -674,7 +676,7 @@ CudaMemory::PinnedHost::~PinnedHost() {
     return true;
   });
   // The memory goes with its owner right after: it must not be registered then.
-  core_->Drain(absl::Seconds(5));
+  core_->Drain(kUnpinDeadline);
 }
 
 absl::StatusOr<std::unique_ptr<CudaMemory::PinnedHost>> CudaMemory::PinHost(
