@@ -371,6 +371,7 @@ absl::Status DaemonImpl::StartDevices() {
   agent.config.slots = options_.cuda_memory ? options_.gpu_slots : 0;
   agent.config.slot_bytes = options_.bucket_bytes;
   agent.config.nccl_max_ctas = options_.nccl_max_ctas;
+  agent.config.nccl_cta_policy = options_.nccl_cta_policy;
   agent.config.nccl_staging_bytes = kNcclStagingBytes;
   agent.fd_socket_prefix = options_.unix_socket + ".gpu";
   agent.start_deadline = options_.deadlines.device;

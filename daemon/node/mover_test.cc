@@ -27,8 +27,8 @@ using testing::ModelBytes;
 using testing::RankMemory;
 using testing::TestNode;
 using testing::TestUpdate;
-using transport::FaultRules;
 using transport::Eventually;
+using transport::FaultRules;
 using transport::ReasonOf;
 
 // Three FSDP ranks on node a; two tensor-parallel workers on b; on c one worker

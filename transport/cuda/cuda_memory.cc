@@ -48,15 +48,17 @@ struct CudaMemory::Allocation {
     const std::shared_ptr<DeviceCore> core = std::move(old->core);
     core->RemoveRange(old->data);
     reinterpret_cast<SegmentControl*>(old->control->data())->retired = 1;
-    core->Later([old] {
-      if (flock(old->lock_fd, LOCK_EX | LOCK_NB) != 0) return false;
-      const absl::Status status = CheckCuda(cudaFree(old->data), "cudaFree");
-      if (!status.ok()) LOG(WARNING) << status;
-      *old->segments_bytes -= Rounded(old->bytes);
-      close(old->lock_fd);
-      delete old;
-      return true;
-    });
+    core->LaterWhen(
+        // A lock that was got is kept until the end.
+        [fd = old->lock_fd] { return flock(fd, LOCK_EX | LOCK_NB) == 0; },
+        [old] {
+          const absl::Status status =
+              CheckCuda(cudaFree(old->data), "cudaFree");
+          if (!status.ok()) LOG(WARNING) << status;
+          *old->segments_bytes -= Rounded(old->bytes);
+          close(old->lock_fd);
+          delete old;
+        });
   }
 };
 
@@ -105,7 +107,7 @@ class CudaSegment final : public Segment {
       // its maker from freeing it.
       std::shared_ptr<DeviceCore> core = std::move(core_);
       imported.reset();
-      core->Later([fd = lock_fd] { return close(fd), true; });
+      core->Later([fd = lock_fd] { close(fd); });
     }
   }
   MemoryKind kind() const override { return MemoryKind::kCuda; }
@@ -158,7 +160,7 @@ absl::StatusOr<std::unique_ptr<CudaMemory>> CudaMemory::Create(
 
 CudaMemory::~CudaMemory() {
   if (core_ == nullptr) return;
-  core_->Drain(options_.importers_deadline);
+  core_->Finish(options_.importers_deadline);
   if (core_->Use().ok()) cudaFree(inner_keys_);
 }
 
@@ -326,13 +328,18 @@ int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 }  // namespace
 
 absl::Status CudaMemory::Run(LaunchTable* launch_table, bool digests,
-                             const PackRequest* request,
+                             const PackRequest* request, char* host,
                              std::vector<Digest>* frames,
                              const std::function<absl::Status(Lane*)>& before) {
   LaunchTable& table = *launch_table;
-  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
-  if (!lease.ok()) return lease.status();
-  Lane* const lane = lease->get();
+  // The second goes to the host with one part while the first packs the next.
+  absl::StatusOr<std::vector<DeviceCore::LaneLease>> leases =
+      core_->TakeLanes(host != nullptr ? 2 : 1);
+  if (!leases.ok()) return leases.status();
+  Lane* const lane = leases->front().get();
+  Lane* const to_host = leases->back().get();
+  const bool told =
+      request != nullptr && (request->on_frames != nullptr || host != nullptr);
   cudaStream_t const stream = lane->stream;
   absl::Status status = before != nullptr ? before(lane) : absl::OkStatus();
   if (!status.ok()) return status;
@@ -456,20 +463,39 @@ absl::Status CudaMemory::Run(LaunchTable* launch_table, bool digests,
           "cudaMemcpyAsync of digests");
       if (!status.ok()) return status;
     }
-    if (request != nullptr && request->on_frames != nullptr) {
-      const absl::StatusOr<cudaEvent_t> event = core_->Event(lane, i);
-      if (!event.ok()) return event.status();
-      status = CheckCuda(cudaEventRecord(*event, stream), "cudaEventRecord");
-      if (!status.ok()) return status;
-    }
+    if (!told) continue;
+    const absl::StatusOr<cudaEvent_t> packed = core_->Event(lane, i);
+    if (!packed.ok()) return packed.status();
+    status = CheckCuda(cudaEventRecord(*packed, stream), "cudaEventRecord");
+    if (!status.ok()) return status;
+    if (host == nullptr) continue;
+    const absl::StatusOr<cudaEvent_t> copied = core_->Event(to_host, i);
+    if (!copied.ok()) return copied.status();
+    status = CheckCuda(cudaStreamWaitEvent(to_host->stream, *packed, 0),
+                       "cudaStreamWaitEvent");
+    if (!status.ok()) return status;
+    const int64_t begin = parts[i].first_frame * table.frame_bytes;
+    const int64_t bytes = std::min(request->bucket_bytes,
+                                   parts[i].last_frame * table.frame_bytes) -
+                          begin;
+    status =
+        CheckCuda(cudaMemcpyAsync(host + begin, request->bucket + begin, bytes,
+                                  cudaMemcpyDeviceToHost, to_host->stream),
+                  "cudaMemcpyAsync to the host");
+    if (!status.ok()) return status;
+    status =
+        CheckCuda(cudaEventRecord(*copied, to_host->stream), "cudaEventRecord");
+    if (!status.ok()) return status;
   }
-  if (request != nullptr && request->on_frames != nullptr) {
+  if (told) {
     for (size_t i = 0; i < parts.size(); ++i) {
-      const absl::StatusOr<cudaEvent_t> event = core_->Event(lane, i);
+      // Its digests are there before its bytes are on the host.
+      const absl::StatusOr<cudaEvent_t> event = core_->Event(to_host, i);
       if (!event.ok()) return event.status();
       status = core_->WaitEvent(*event);
       if (!status.ok()) return status;
       const Part part = parts[i];
+      if (request->on_frames == nullptr) continue;
       request->on_frames(
           part.first_frame, part.last_frame,
           absl::MakeConstSpan(host_digests + part.first_frame,
@@ -588,36 +614,48 @@ absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
   if (engine_tasks.empty() && host_tasks.empty() && table.units.empty())
     return absl::OkStatus();
   std::vector<Digest> digests;
-  status = Run(&table, digest != nullptr, nullptr, &digests, engines);
+  status = Run(&table, digest != nullptr, nullptr, nullptr, &digests, engines);
   if (status.ok() && digest != nullptr && !digests.empty())
     *digest += digests[0];
   return status;
 }
 
 absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
+  return PackTo(request, nullptr, result);
+}
+
+absl::Status CudaMemory::PackTo(const PackRequest& request, char* host,
+                                PackResult* result) {
   absl::Status status = CheckPack(request);
   if (status.ok()) status = core_->Use();
   if (!status.ok()) return status;
   std::vector<std::shared_ptr<const void>> owners;
-  const absl::StatusOr<DeviceCore::Pinned> bucket =
+  absl::StatusOr<DeviceCore::Pinned> pinned =
       core_->Pin(request.bucket, request.bucket_bytes, true);
-  if (!bucket.ok()) return bucket.status();
-  owners.push_back(bucket->owner);
-  bool host = bucket->place != DeviceCore::Place::kDevice;
+  if (!pinned.ok()) return pinned.status();
+  owners.push_back(pinned->owner);
+  bool elsewhere = pinned->place != DeviceCore::Place::kDevice;
+  if (host != nullptr) {
+    pinned = core_->Pin(host, request.bucket_bytes, true);
+    if (!pinned.ok()) return pinned.status();
+    owners.push_back(pinned->owner);
+    elsewhere = elsewhere || pinned->place != DeviceCore::Place::kPinnedHost;
+  }
   for (const PackPiece& piece : request.pieces) {
     if (piece.copy.bytes() == 0) continue;
-    status = PinSource(piece.copy, &owners, &host);
+    status = PinSource(piece.copy, &owners, &elsewhere);
     if (!status.ok()) return status;
   }
-  if (host) {
+  if (elsewhere) {
     return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
-                     "a bucket is packed in GPU memory");
+                     "a bucket is packed in GPU memory, and goes from there to "
+                     "pinned memory of the host");
   }
   LaunchTable table;
   status = AddPack(request, &table);
   if (!status.ok()) return status;
   std::vector<Digest> frames;
-  status = Run(&table, true, &request, &frames, nullptr);
+  status = Run(&table, true, &request, host, &frames, nullptr);
   if (!status.ok()) return status;
   if (result != nullptr) {
     result->bucket = Digest();
@@ -669,18 +707,22 @@ absl::Status CudaMemory::Write(absl::Span<const char> from, char* to) {
 CudaMemory::PinnedHost::~PinnedHost() {
   owner_.reset();
   core_->RemoveRange(data_);
-  core_->Later([data = data_] {
+  // Not let go of where the closing is forgotten, either.
+  auto* const memory = new std::shared_ptr<const void>(std::move(memory_));
+  core_->Later([data = data_, memory] {
     const absl::Status status =
         CheckCuda(cudaHostUnregister(data), "cudaHostUnregister");
-    if (!status.ok()) LOG(WARNING) << status;
-    return true;
+    if (status.ok()) {
+      delete memory;
+    } else {
+      LOG(WARNING) << status << "; the memory stays until this process ends";
+    }
   });
-  // The memory goes with its owner right after: it must not be registered then.
-  core_->Drain(kUnpinDeadline);
 }
 
 absl::StatusOr<std::unique_ptr<CudaMemory::PinnedHost>> CudaMemory::PinHost(
-    char* data, int64_t bytes, bool writable) {
+    char* data, int64_t bytes, bool writable,
+    std::shared_ptr<const void> memory) {
   absl::Status status = core_->Use();
   if (status.ok()) {
     status = CheckCuda(cudaHostRegister(data, bytes,
@@ -689,7 +731,8 @@ absl::StatusOr<std::unique_ptr<CudaMemory::PinnedHost>> CudaMemory::PinHost(
                        "cudaHostRegister");
   }
   if (!status.ok()) return status;
-  std::unique_ptr<PinnedHost> pinned(new PinnedHost(core_, data));
+  std::unique_ptr<PinnedHost> pinned(
+      new PinnedHost(core_, data, std::move(memory)));
   pinned->owner_ = std::make_shared<char>();
   core_->AddRange(data, bytes, DeviceCore::Place::kPinnedHost, writable,
                   pinned->owner_);

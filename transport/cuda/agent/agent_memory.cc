@@ -19,8 +19,6 @@ namespace cuda {
 namespace {
 
 constexpr absl::Duration kCloseDeadline = absl::Seconds(5);
-// Of a process that was killed, with a context of CUDA.
-constexpr absl::Duration kEndDeadline = absl::Seconds(20);
 constexpr int64_t kPieceAlignment = 16;
 
 int64_t Aligned(int64_t bytes) {
@@ -216,23 +214,6 @@ absl::StatusOr<uint64_t> AgentMemory::AwaitEpoch(const Gpu& gpu) const {
   }
 }
 
-void AgentMemory::AwaitEnd(const Gpu& gpu, uint64_t epoch,
-                           const absl::Status& status) {
-  const std::string reason = ReasonOf(status);
-  if (reason != "DEVICE_AGENT_LOST" && reason != "DEVICE_AGENT_HUNG" &&
-      reason != "DEVICE_FAULT" && reason != "DEVICE_STALLED")
-    return;
-  const absl::Time until = absl::Now() + kEndDeadline;
-  while (gpu.agent->Runs(epoch)) {
-    if (absl::Now() >= until) {
-      LOG(ERROR) << "the device agent of " << gpu.uuid
-                 << " does not end although it was killed";
-      return;
-    }
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-}
-
 class AgentMemory::SlotLease {
  public:
   SlotLease(AgentMemory* memory, Gpu* gpu, uint64_t slot)
@@ -400,7 +381,7 @@ absl::Status AgentMemory::PackOn(
   const absl::Status status =
       gpu->agent->Pack(*now, pack, std::move(on_frames), options_.timeout)
           .status();
-  if (!status.ok()) AwaitEnd(*gpu, *now, status);
+  if (!status.ok()) gpu->agent->AwaitEnd(*now, status);
   return status;
 }
 
@@ -504,7 +485,7 @@ absl::Status AgentMemory::PackMixed(const PackRequest& request,
     }
     status = gpu->agent->Copy(epoch, copies, options_.timeout);
     if (!status.ok()) {
-      AwaitEnd(*gpu, epoch, status);
+      gpu->agent->AwaitEnd(epoch, status);
       return status;
     }
   }
@@ -643,7 +624,7 @@ absl::Status AgentMemory::CopyFrom(Gpu* gpu, absl::Span<const CopyTask> tasks,
     if (copies.empty()) continue;
     status = gpu->agent->Copy(epoch, copies, options_.timeout);
     if (!status.ok()) {
-      AwaitEnd(*gpu, epoch, status);
+      gpu->agent->AwaitEnd(epoch, status);
       return status;
     }
   }

@@ -218,7 +218,7 @@ absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
       if (part.ok()) *digest += *part;
     }
     if (!status.ok()) {
-      AwaitEnd(*gpu, epoch, status);
+      gpu->agent->AwaitEnd(epoch, status);
       return status;
     }
   }
