@@ -176,6 +176,15 @@ DEFINE_duration(
     "Coordinator: a replica that is paused and hears of no commit for this "
     "long, because its coordinator is away, serves the old weights again (when "
     "all of its workers are on one node).");
+DEFINE_duration(
+    peer_timeout, "10s",
+    "A node that sends weights here, or takes them from here, and of which "
+    "nothing was heard for this long while they move is given up as a "
+    "neighbour.");
+DEFINE_duration(
+    handshake_timeout, "5s",
+    "Whoever connects to --data_address and has not said who it is within this "
+    "time is sent away.");
 DEFINE_duration(operation_timeout, "10m",
                 "Coordinator: how long a pause, rollback, release or "
                 "verification that somebody asked for waits at most.");
@@ -194,7 +203,8 @@ DEFINE_duration(recovery_timeout, "30s",
                 "of its replicas.");
 DEFINE_duration(max_staleness, "10m",
                 "How long replicas serve without a coordinator before "
-                "--on_isolation says what becomes of them.");
+                "--on_isolation says what becomes of them, and before the "
+                "coordinator flags them: STALE_REPLICA.");
 DEFINE_duration(
     registration_timeout, "15s",
     "How long the registration of a client waits for the coordinator.");
@@ -316,6 +326,8 @@ absl::Status ReadDeadlines(Deadlines* out) {
       {"publish_timeout", &FLAGS_publish_timeout, &out->publish},
       {"checkpoint_timeout", &FLAGS_checkpoint_timeout, &out->checkpoint},
       {"barrier_timeout", &FLAGS_barrier_timeout, &out->barrier},
+      {"peer_timeout", &FLAGS_peer_timeout, &out->peer},
+      {"handshake_timeout", &FLAGS_handshake_timeout, &out->handshake},
       {"operation_timeout", &FLAGS_operation_timeout, &out->operation},
       {"heartbeat_interval", &FLAGS_heartbeat_interval,
        &out->heartbeat_interval},

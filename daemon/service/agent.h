@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "daemon/http/metrics.h"
 #include "daemon/node/checkpoints.h"
 #include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
@@ -24,6 +25,7 @@
 #include "daemon/node/placement.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
+#include "daemon/service/asker.h"
 #include "daemon/service/loop.h"
 #include "daemon/service/node_context.h"
 #include "daemon/service/node_link.h"
@@ -39,6 +41,10 @@
 
 namespace weightsync {
 namespace daemon {
+
+// How bytes move, by the daemon's flags.
+Mover::Options MoverOptions(const Options& options,
+                            std::function<void(v1::NodeReport)> report);
 
 class Agent final : public NodeLink::Handler, public Store::Observer {
  public:
@@ -81,9 +87,12 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // When no stream is left. Idempotent.
   void StopLoops();
 
-  // What GetNode shows of its memory, now. From any other thread than the
-  // loop's. UNAVAILABLE (NODE_BUSY): the loop has not come to it in `timeout`.
-  absl::StatusOr<v1::MemoryUse> AskMemory(absl::Duration timeout);
+  // How it is, now. From any other thread than the loop's. UNAVAILABLE
+  // (NODE_BUSY): the loop has not come to it in `timeout`; (SHUTTING_DOWN): nor
+  // when EndAsking's time had come.
+  absl::StatusOr<NodeFigures> AskFigures(absl::Duration timeout);
+  // Whoever asks is not waited for longer.
+  void EndAsking(absl::Time deadline) { asker_.EndBy(deadline); }
 
   // Runs `task` on the loop.
   void Post(Loop::Task task) { loop_.Post(std::move(task)); }
@@ -120,6 +129,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // first of all are stopped in Shutdown and StopLoops.
   LayoutBook layouts_;
   Loop loop_{"ws-node"};
+  Asker asker_{&loop_};
   Loop data_{"ws-data"};
   Loop reserving_{"ws-reserve"};
   TaskThreads copies_{"ws-snapshot"};

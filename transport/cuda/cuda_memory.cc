@@ -24,6 +24,8 @@ namespace transport {
 namespace cuda {
 namespace {
 
+// For copies that still use pinned memory when its owner takes it away.
+constexpr absl::Duration kUnpinDeadline = absl::Seconds(5);
 // What a segment is rounded up to by the driver, so that sums are right.
 int64_t Rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
 
@@ -318,10 +320,17 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Import(
 
 // ---- Copies ----
 
-absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
+namespace {
+
+int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+absl::Status CudaMemory::Run(LaunchTable* launch_table, bool digests,
                              const PackRequest* request, char* host,
                              std::vector<Digest>* frames,
                              const std::function<absl::Status(Lane*)>& before) {
+  LaunchTable& table = *launch_table;
   // The second goes to the host with one part while the first packs the next.
   absl::StatusOr<std::vector<DeviceCore::LaneLease>> leases =
       core_->TakeLanes(host != nullptr ? 2 : 1);
@@ -339,11 +348,53 @@ absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
       static_cast<int64_t>(table.units.size() * sizeof(DeviceUnit));
   const int64_t digests_bytes =
       digests ? static_cast<int64_t>(table.frames * sizeof(Digest)) : 0;
-  // Copies, then units, then digests, at the same places on both sides.
-  const int64_t all = copies_bytes + units_bytes + digests_bytes;
+  // Copies, then units, then digests, at the same places on both sides; and
+  // what scales are computed from. The scales are the device's alone.
+  const int64_t blocks_at = Aligned(copies_bytes + units_bytes + digests_bytes);
+  const int64_t scales_bytes =
+      static_cast<int64_t>(table.scales.size() * sizeof(DeviceScale));
+  const int64_t scale_units_bytes =
+      static_cast<int64_t>(table.scale_units.size() * sizeof(ScaleUnit));
+  const int64_t blocks_bytes = scales_bytes + scale_units_bytes;
+  const int64_t floats_at = Aligned(blocks_at + blocks_bytes);
+  const int64_t floats_bytes =
+      table.scale_count * static_cast<int64_t>(sizeof(float));
+  const int64_t all = blocks_at + blocks_bytes;
   if (all > 0) {
-    status = core_->Reserve(lane, all, all);
+    status = core_->Reserve(lane, all, floats_at + floats_bytes);
     if (!status.ok()) return status;
+    if (blocks_bytes > 0) {
+      char* const floats = lane->device + floats_at;
+      PlaceScales(reinterpret_cast<float*>(floats), &table);
+      memcpy(lane->host + blocks_at, table.scales.data(), scales_bytes);
+      memcpy(lane->host + blocks_at + scales_bytes, table.scale_units.data(),
+             scale_units_bytes);
+      status = CheckCuda(
+          cudaMemcpyAsync(lane->device + blocks_at, lane->host + blocks_at,
+                          blocks_bytes, cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync of a launch's table");
+      if (status.ok()) {
+        status = CheckCuda(cudaMemsetAsync(floats, 0, floats_bytes, stream),
+                           "cudaMemsetAsync");
+      }
+      ScaleLaunch scales = {};
+      scales.scales =
+          reinterpret_cast<const DeviceScale*>(lane->device + blocks_at);
+      scales.units = reinterpret_cast<const ScaleUnit*>(
+          lane->device + blocks_at + scales_bytes);
+      scales.unit_count = static_cast<int64_t>(table.scale_units.size());
+      if (status.ok()) {
+        status = CheckCuda(
+            static_cast<cudaError_t>(LaunchBlockLargest(scales, stream)),
+            "the scale kernel");
+      }
+      if (status.ok()) {
+        status = CheckCuda(
+            static_cast<cudaError_t>(LaunchBlockScale(scales, stream)),
+            "the scale kernel");
+      }
+      if (!status.ok()) return status;
+    }
     memcpy(lane->host, table.copies.data(), copies_bytes);
     memcpy(lane->host + copies_bytes, table.units.data(), units_bytes);
     status = CheckCuda(
@@ -456,36 +507,41 @@ absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
   return status;
 }
 
-absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
-                                  absl::Span<const CastSpec> casts,
-                                  Digest* digest) {
+absl::Status CudaMemory::PinSource(
+    const CopyTask& task, std::vector<std::shared_ptr<const void>>* owners,
+    bool* host) const {
+  const auto pin = [&](const char* pointer, int64_t bytes) -> absl::Status {
+    const absl::StatusOr<DeviceCore::Pinned> pinned =
+        core_->Pin(pointer, bytes, false);
+    if (!pinned.ok()) return pinned.status();
+    *host = *host || pinned->place == DeviceCore::Place::kPinnedHost;
+    owners->push_back(pinned->owner);
+    return absl::OkStatus();
+  };
+  const absl::Status status = pin(task.source(), task.src_extent());
+  if (!status.ok() || task.cast != CopyCast::kBF16ToF8E4M3) return status;
+  return pin(task.blocks.src, task.blocks.extent());
+}
+
+absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
+                              const CopyOptions&, Digest* digest) {
   absl::Status status = core_->Use();
   if (!status.ok()) return status;
   std::vector<std::shared_ptr<const void>> owners;
   std::vector<CopyTask> kernel_tasks;
-  std::vector<CastSpec> kernel_casts;
   std::vector<const CopyTask*> engine_tasks;  // contiguous
   std::vector<const CopyTask*> host_tasks;    // to or from pinned memory
   for (size_t i = 0; i < tasks.size(); ++i) {
     const CopyTask& task = tasks[i];
-    const CastSpec cast = casts.empty() ? CastSpec() : casts[i];
     status = task.Validate();
     if (!status.ok()) return status;
     if (task.bytes() == 0) continue;
-    int64_t dst_extent = task.run_bytes, src_extent = task.run_bytes;
-    if (cast.cast != DeviceCast::kNone) {
-      src_extent = task.run_bytes / task.element_bytes *
-                   (cast.cast == DeviceCast::kBF16ToF8E4M3 ? 2 : 4);
-    }
-    for (const CopyDim& dim : task.dims) {
+    int64_t dst_extent = task.run_bytes;
+    for (const CopyDim& dim : task.dims)
       dst_extent += (dim.extent - 1) * dim.dst_stride;
-      src_extent += (dim.extent - 1) * dim.src_stride;
-    }
-    const absl::StatusOr<DeviceCore::Pinned> src =
-        core_->Pin(task.src, src_extent, false);
-    if (!src.ok()) return src.status();
-    bool host = src->place == DeviceCore::Place::kPinnedHost;
-    owners.push_back(src->owner);
+    bool host = false;
+    status = PinSource(task, &owners, &host);
+    if (!status.ok()) return status;
     if (task.dst != nullptr) {
       const absl::StatusOr<DeviceCore::Pinned> dst =
           core_->Pin(task.dst, dst_extent, true);
@@ -496,7 +552,7 @@ absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
     if (host) {
       // A kernel could reach pinned memory, at a fraction of what a copy engine
       // makes of the same bus, and with the SMs that others need.
-      if (digest != nullptr || cast.cast != DeviceCast::kNone ||
+      if (digest != nullptr || task.cast != CopyCast::kNone ||
           task.dst == nullptr || task.dims.size() > 1 ||
           (task.dims.size() == 1 &&
            (task.dims[0].src_stride < task.run_bytes ||
@@ -507,17 +563,16 @@ absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
             "the GPU first");
       }
       host_tasks.push_back(&task);
-    } else if (digest == nullptr && cast.cast == DeviceCast::kNone &&
+    } else if (digest == nullptr && task.cast == CopyCast::kNone &&
                task.dst != nullptr && task.dims.empty() &&
                task.run_bytes >= options_.copy_engine_bytes) {
       engine_tasks.push_back(&task);
     } else if (task.dst != nullptr || digest != nullptr) {
       kernel_tasks.push_back(task);
-      kernel_casts.push_back(cast);
     }
   }
   LaunchTable table;
-  status = AddTasks(kernel_tasks, kernel_casts, &table);
+  status = AddTasks(kernel_tasks, &table);
   if (!status.ok()) return status;
   const auto engines = [&](Lane* lane) -> absl::Status {
     if (!engine_tasks.empty()) {
@@ -558,58 +613,48 @@ absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
   if (engine_tasks.empty() && host_tasks.empty() && table.units.empty())
     return absl::OkStatus();
   std::vector<Digest> digests;
-  status = Run(table, digest != nullptr, nullptr, nullptr, &digests, engines);
+  status = Run(&table, digest != nullptr, nullptr, nullptr, &digests, engines);
   if (status.ok() && digest != nullptr && !digests.empty())
     *digest += digests[0];
   return status;
 }
 
-absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
-                              const CopyOptions&, Digest* digest) {
-  return CopyCast(tasks, {}, digest);
+absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
+  return PackTo(request, nullptr, result);
 }
 
-absl::Status CudaMemory::PackCast(const PackRequest& request,
-                                  absl::Span<const CastSpec> casts,
-                                  PackResult* result, char* host) {
+absl::Status CudaMemory::PackTo(const PackRequest& request, char* host,
+                                PackResult* result) {
   absl::Status status = CheckPack(request);
   if (status.ok()) status = core_->Use();
   if (!status.ok()) return status;
   std::vector<std::shared_ptr<const void>> owners;
-  const auto pin = [&](const char* pointer, int64_t bytes, bool writing,
-                       DeviceCore::Place place = DeviceCore::Place::kDevice) {
-    const absl::StatusOr<DeviceCore::Pinned> pinned =
-        core_->Pin(pointer, bytes, writing);
+  absl::StatusOr<DeviceCore::Pinned> pinned =
+      core_->Pin(request.bucket, request.bucket_bytes, true);
+  if (!pinned.ok()) return pinned.status();
+  owners.push_back(pinned->owner);
+  bool elsewhere = pinned->place != DeviceCore::Place::kDevice;
+  if (host != nullptr) {
+    pinned = core_->Pin(host, request.bucket_bytes, true);
     if (!pinned.ok()) return pinned.status();
-    if (pinned->place != place) {
-      return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
-                       "a bucket is packed in GPU memory, and goes from there "
-                       "to pinned memory of the host");
-    }
     owners.push_back(pinned->owner);
-    return absl::OkStatus();
-  };
-  status = pin(request.bucket, request.bucket_bytes, true);
-  if (status.ok() && host != nullptr) {
-    status =
-        pin(host, request.bucket_bytes, true, DeviceCore::Place::kPinnedHost);
+    elsewhere = elsewhere || pinned->place != DeviceCore::Place::kPinnedHost;
   }
-  for (size_t i = 0; status.ok() && i < request.pieces.size(); ++i) {
-    const CopyTask& task = request.pieces[i].copy;
-    if (task.bytes() == 0) continue;
-    int64_t extent = task.src_extent();
-    if (!casts.empty() && casts[i].cast != DeviceCast::kNone) {
-      extent += task.run_bytes / task.element_bytes *
-                    (casts[i].cast == DeviceCast::kBF16ToF8E4M3 ? 2 : 4) -
-                task.run_bytes;
-    }
-    status = pin(task.src, extent, false);
+  for (const PackPiece& piece : request.pieces) {
+    if (piece.copy.bytes() == 0) continue;
+    status = PinSource(piece.copy, &owners, &elsewhere);
+    if (!status.ok()) return status;
+  }
+  if (elsewhere) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                     "a bucket is packed in GPU memory, and goes from there to "
+                     "pinned memory of the host");
   }
   LaunchTable table;
-  if (status.ok()) status = AddPack(request, casts, &table);
+  status = AddPack(request, &table);
   if (!status.ok()) return status;
   std::vector<Digest> frames;
-  status = Run(table, true, &request, host, &frames, nullptr);
+  status = Run(&table, true, &request, host, &frames, nullptr);
   if (!status.ok()) return status;
   if (result != nullptr) {
     result->bucket = Digest();
@@ -617,71 +662,6 @@ absl::Status CudaMemory::PackCast(const PackRequest& request,
     result->frames = std::move(frames);
   }
   return absl::OkStatus();
-}
-
-absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
-  return PackCast(request, {}, result);
-}
-
-absl::Status CudaMemory::ComputeScales(absl::Span<const DeviceScale> scales) {
-  ScaleTable table;
-  std::vector<std::shared_ptr<const void>> owners;
-  for (const DeviceScale& scale : scales) {
-    if (scale.rows <= 0 || scale.columns <= 0) continue;
-    const int64_t block_rows = (scale.rows + 127) / 128;
-    const int64_t block_columns = (scale.columns + 127) / 128;
-    const auto src = core_->Pin(
-        scale.src, ((scale.rows - 1) * scale.row_stride + scale.columns) * 2,
-        false);
-    if (!src.ok()) return src.status();
-    const auto dst = core_->Pin(
-        scale.scales,
-        ((block_rows - 1) * scale.scale_stride + block_columns) * 4, true);
-    if (!dst.ok()) return dst.status();
-    owners.push_back(src->owner);
-    owners.push_back(dst->owner);
-    AddScale(scale, &table);
-  }
-  if (table.units.empty()) return absl::OkStatus();
-  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
-  if (!lease.ok()) return lease.status();
-  Lane* const lane = lease->get();
-  const int64_t scales_bytes = table.scales.size() * sizeof(DeviceScale);
-  const int64_t units_bytes = table.units.size() * sizeof(ScaleUnit);
-  absl::Status status = core_->Reserve(lane, scales_bytes + units_bytes,
-                                       scales_bytes + units_bytes);
-  if (!status.ok()) return status;
-  memcpy(lane->host, table.scales.data(), scales_bytes);
-  memcpy(lane->host + scales_bytes, table.units.data(), units_bytes);
-  status = CheckCuda(
-      cudaMemcpyAsync(lane->device, lane->host, scales_bytes + units_bytes,
-                      cudaMemcpyHostToDevice, lane->stream),
-      "cudaMemcpyAsync");
-  if (!status.ok()) return status;
-  for (const DeviceScale& scale : table.scales) {
-    const int64_t block_columns = (scale.columns + 127) / 128;
-    for (int64_t row = 0; row * 128 < scale.rows; ++row) {
-      status =
-          CheckCuda(cudaMemsetAsync(scale.scales + row * scale.scale_stride, 0,
-                                    block_columns * 4, lane->stream),
-                    "cudaMemsetAsync");
-      if (!status.ok()) return status;
-    }
-  }
-  ScaleLaunch launch = {};
-  launch.scales = reinterpret_cast<const DeviceScale*>(lane->device);
-  launch.units =
-      reinterpret_cast<const ScaleUnit*>(lane->device + scales_bytes);
-  launch.unit_count = static_cast<int64_t>(table.units.size());
-  status = CheckCuda(
-      static_cast<cudaError_t>(LaunchBlockLargest(launch, lane->stream)),
-      "the scale kernel");
-  if (status.ok()) {
-    status = CheckCuda(
-        static_cast<cudaError_t>(LaunchBlockScale(launch, lane->stream)),
-        "the scale kernel");
-  }
-  return status.ok() ? core_->Wait(*lane) : status;
 }
 
 }  // namespace cuda

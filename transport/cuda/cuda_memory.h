@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -76,18 +77,10 @@ class CudaMemory final : public Memory {
   absl::Status Read(const char* from, absl::Span<char> to) override;
   absl::Status Write(absl::Span<const char> from, char* to) override;
 
-  // As Copy and Pack, with a cast for each task or piece. Scales are on the
-  // device.
-  absl::Status CopyCast(absl::Span<const CopyTask> tasks,
-                        absl::Span<const CastSpec> casts, Digest* digest);
-  // `host`, if not null, gets the same bytes, part by part, before on_frames
-  // tells of them: pinned memory (PinHost).
-  absl::Status PackCast(const PackRequest& request,
-                        absl::Span<const CastSpec> casts, PackResult* result,
-                        char* host = nullptr);
-  // Computes the scales of bf16 boxes. The scales' memory is written whole
-  // where blocks are, and nowhere else.
-  absl::Status ComputeScales(absl::Span<const DeviceScale> scales);
+  // As Pack; `host` gets the same bytes, part by part, before on_frames tells
+  // of them: pinned memory (PinHost). Null: nothing does.
+  absl::Status PackTo(const PackRequest& request, char* host,
+                      PackResult* result);
 
   // Host memory that copies may touch: registered with CUDA once, and not again
   // for each copy. Undone some time after the handle has gone.
@@ -134,10 +127,14 @@ class CudaMemory final : public Memory {
   CudaMemory(Memory* host, const Options& options)
       : host_(host), options_(options) {}
 
-  absl::Status Run(const LaunchTable& table, bool digests,
-                   const PackRequest* request, char* host,
-                   std::vector<Digest>* frames,
+  // May place the table's scales.
+  absl::Status Run(LaunchTable* table, bool digests, const PackRequest* request,
+                   char* host, std::vector<Digest>* frames,
                    const std::function<absl::Status(Lane*)>& before);
+  // What a task reads is device memory; `owners` get what keeps it.
+  absl::Status PinSource(const CopyTask& task,
+                         std::vector<std::shared_ptr<const void>>* owners,
+                         bool* host) const;
   absl::Status Transfer(char* device, char* host, int64_t bytes, bool to_host);
 
   Memory* const host_;

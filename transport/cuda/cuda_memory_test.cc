@@ -16,11 +16,12 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
-#include "transport/cuda/cast_definition.h"
+#include "transport/cast_definition.h"
 #include "transport/cuda/sim_control.h"
 #include "transport/cuda/test_child.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace transport {
@@ -374,7 +375,6 @@ TEST_F(CudaMemoryTest, CastsOnTheWayIntoABucket) {
   constexpr int kRows = 200, kColumns = 300;
   const std::unique_ptr<Segment> segment = daemon.Allocate(1 << 20);
   const std::unique_ptr<Segment> bucket = daemon.Allocate(256 << 10);
-  const std::unique_ptr<Segment> scales = daemon.Allocate(4096);
   std::mt19937 random(8);
   std::vector<uint32_t> floats(kRows * kColumns);
   std::vector<uint16_t> halves(kRows * kColumns);
@@ -389,38 +389,40 @@ TEST_F(CudaMemoryTest, CastsOnTheWayIntoABucket) {
   daemon.Write(text(floats), segment->data());
   char* const bf16 = segment->data() + floats.size() * 4;
   daemon.Write(text(halves), bf16);
-  DeviceScale scale = {};
-  scale.src = reinterpret_cast<const uint16_t*>(bf16);
-  scale.rows = kRows;
-  scale.columns = kColumns;
-  scale.row_stride = kColumns;
-  scale.scales = reinterpret_cast<float*>(scales->data());
-  scale.scale_stride = 3;
-  ASSERT_TRUE(daemon->ComputeScales({scale}).ok());
-
-  std::vector<PackPiece> pieces(2);
-  std::vector<CastSpec> casts(2);
+  std::vector<PackPiece> pieces(3);
   pieces[0].copy.src = segment->data();
   pieces[0].copy.element_bytes = 2;
   pieces[0].copy.run_bytes = kRows * kColumns * 2;
-  casts[0].cast = DeviceCast::kF32ToBF16;
+  pieces[0].copy.cast = CopyCast::kF32ToBF16;
   pieces[1].offset = (kRows * kColumns * 2 + 15) / 16 * 16;
   pieces[1].copy.src = bf16;
   pieces[1].copy.ordinal = 1;
   pieces[1].copy.run_bytes = kRows * kColumns;
-  casts[1].cast = DeviceCast::kBF16ToF8E4M3;
-  casts[1].scales = scale.scales;
-  casts[1].scale_columns = kColumns;
-  casts[1].scale_stride = 3;
+  pieces[1].copy.cast = CopyCast::kBF16ToF8E4M3;
+  CopyBlocks& blocks = pieces[1].copy.blocks;
+  blocks.src = bf16;
+  blocks.row_stride = kColumns * 2;
+  blocks.column_stride = 2;
+  blocks.rows = kRows;
+  blocks.columns = blocks.matrix_columns = kColumns;
+  pieces[2].offset = pieces[1].offset + kRows * kColumns;
+  ASSERT_EQ(pieces[2].offset % 16, 0);
+  pieces[2].copy.src = bf16;
+  pieces[2].copy.ordinal = 2;
+  pieces[2].copy.element_bytes = 4;
+  pieces[2].copy.run_bytes = 24;
+  pieces[2].copy.cast = CopyCast::kBF16BlockScale;
+  pieces[2].copy.blocks = blocks;
   PackRequest request;
   request.bucket = bucket->data();
-  request.bucket_bytes = pieces[1].offset + kRows * kColumns;
+  request.bucket_bytes = pieces[2].offset + 24;
   request.pieces = pieces;
   PackResult result;
-  ASSERT_TRUE(daemon->PackCast(request, casts, &result).ok());
+  ASSERT_TRUE(daemon->Pack(request, &result).ok());
   EXPECT_TRUE(daemon.Read(bucket->data(), halves.size() * 2) == text(halves));
   std::vector<float> got_scales(6);
-  const std::string scale_bytes = daemon.Read(scales->data(), 24);
+  const std::string scale_bytes =
+      daemon.Read(bucket->data() + pieces[2].offset, 24);
   std::memcpy(got_scales.data(), scale_bytes.data(), 24);
   const std::string quantised =
       daemon.Read(bucket->data() + pieces[1].offset, kRows * kColumns);
@@ -432,10 +434,29 @@ TEST_F(CudaMemoryTest, CastsOnTheWayIntoABucket) {
           BF16ToE4M3(halves[i], got_scales[row / 128 * 3 + column / 128]));
     }
   }
+  for (int block = 0; block < 6; ++block) {
+    uint32_t largest = 0;
+    for (int row = block / 3 * 128;
+         row < std::min(kRows, block / 3 * 128 + 128); ++row) {
+      for (int column = block % 3 * 128;
+           column < std::min(kColumns, block % 3 * 128 + 128); ++column) {
+        largest = std::max(largest, (halves[row * kColumns + column] & 0x7fffu)
+                                        << 16);
+      }
+    }
+    EXPECT_EQ(got_scales[block], BlockScale(largest));
+  }
   Digest want;
   DigestAccumulate(halves.data(), {0, 0, kRows * kColumns, 2}, &want);
   DigestAccumulate(quantised.data(), {1, 0, kRows * kColumns, 1}, &want);
+  DigestAccumulate(scale_bytes.data(), {2, 0, 6, 4}, &want);
   EXPECT_EQ(result.bucket, want);
+  // The same by a look at the tensors alone.
+  std::vector<CopyTask> tasks;
+  for (const PackPiece& piece : pieces) tasks.push_back(piece.copy);
+  Digest seen;
+  ASSERT_TRUE(daemon->Copy(tasks, {}, &seen).ok());
+  EXPECT_EQ(seen, want);
 }
 
 // ---- A GPU that fails ----

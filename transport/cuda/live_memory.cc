@@ -249,6 +249,10 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
       here.push_back(task);
       continue;
     }
+    if (task.cast != CopyCast::kNone) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                       "GPU memory is cast by the daemon's device agent alone");
+    }
     ProcessGpu* const gpu = to != nullptr ? to : from;
     bool pinned = true;
     if (to == nullptr && task.dst != nullptr) {

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -21,6 +20,7 @@
 #include "gtest/gtest.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace transport {
@@ -33,14 +33,6 @@ inline std::string RandomBytes(size_t count, uint32_t seed) {
   std::string bytes(count, '\0');
   for (char& byte : bytes) byte = static_cast<char>(random());
   return bytes;
-}
-
-inline bool Eventually(const std::function<bool()>& done) {
-  for (int i = 0; i < 1000; ++i) {
-    if (done()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
 }
 
 class Child {

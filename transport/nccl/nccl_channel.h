@@ -1,5 +1,7 @@
 // The bytes of one edge of a chain, over a communicator of NCCL that only this
-// edge has.
+// edge has. BROADCAST, too, is a chain of such pairs and no ncclBroadcast: a
+// collective that fails does not say at whom, and takes all of its members
+// along.
 #ifndef WEIGHTSYNC_TRANSPORT_NCCL_NCCL_CHANNEL_H_
 #define WEIGHTSYNC_TRANSPORT_NCCL_NCCL_CHANNEL_H_
 

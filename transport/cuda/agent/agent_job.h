@@ -32,8 +32,18 @@ struct AgentPlace {
 struct AgentPiece {
   int64_t offset = 0;
   AgentPlace source;
-  CopyTask copy;                        // src is not used
-  DeviceCast cast = DeviceCast::kNone;  // not kBF16ToF8E4M3
+  // Its addresses mean nothing, but for how far they are from each other:
+  // `source` is where copy.source() is.
+  CopyTask copy;
+  // What Decode found of that, in bytes from `source`.
+  int64_t blocks_offset = 0;
+  int64_t src_offset = 0;
+
+  // The addresses of the copy, in the process that has `source` at `base`.
+  void PlaceAt(const char* base) {
+    copy.src = base + src_offset;
+    if (copy.has_blocks()) copy.blocks.src = base + blocks_offset;
+  }
 };
 
 // Fill one bucket: in the store, or in a slot, and from there, frame by frame,

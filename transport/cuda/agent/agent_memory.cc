@@ -375,7 +375,7 @@ absl::Status AgentMemory::PackOn(
     piece.offset = request.pieces[i].offset;
     piece.copy = request.pieces[i].copy;
     piece.source = {AgentPlace::Kind::kImport, *import,
-                    piece.copy.src - regions[i]->data()};
+                    piece.copy.source() - regions[i]->data()};
     pack.pieces.push_back(std::move(piece));
   }
   const absl::Status status =
@@ -394,7 +394,7 @@ absl::Status AgentMemory::Pack(const PackRequest& request, PackResult* result) {
       regions.push_back(nullptr);
       continue;
     }
-    regions.push_back(FindRegion(piece.copy.src));
+    regions.push_back(FindRegion(piece.copy.source()));
     if (regions.back() == nullptr) {
       host = true;
       continue;
@@ -531,11 +531,11 @@ absl::Status AgentMemory::Copy(absl::Span<const CopyTask> tasks,
     if (task.dst != nullptr && FindRegion(task.dst) != nullptr)
       return BadCopy("nobody copies into a trainer's memory");
     int64_t offset = 0;
-    if (FindDevice(task.src, &offset).gpu != nullptr) {
+    if (FindDevice(task.source(), &offset).gpu != nullptr) {
       on_device.push_back(&task);
       continue;
     }
-    std::shared_ptr<const Region> region = FindRegion(task.src);
+    std::shared_ptr<const Region> region = FindRegion(task.source());
     if (region == nullptr && task.dst != nullptr &&
         FindDevice(task.dst, &offset).gpu != nullptr) {
       on_device.push_back(&task);

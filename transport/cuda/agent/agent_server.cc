@@ -446,20 +446,15 @@ class AgentServer {
       host = *found;
     }
     std::vector<PackPiece> pieces;
-    std::vector<CastSpec> casts;
-    for (const AgentPiece& piece : job->pieces) {
+    for (AgentPiece piece : job->pieces) {
       PackPiece placed;
       placed.offset = piece.offset;
-      placed.copy = piece.copy;
       // How far it reaches is checked against the allocation by the pack.
       const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
       if (!source.ok()) return source.status();
-      placed.copy.src = *source;
+      piece.PlaceAt(*source);
+      placed.copy = std::move(piece.copy);
       pieces.push_back(std::move(placed));
-      if (piece.cast == DeviceCast::kBF16ToF8E4M3)
-        return BadJob("scales are not known here");
-      casts.push_back(CastSpec());
-      casts.back().cast = piece.cast;
     }
     request.bucket = *bucket;
     request.bucket_bytes = job->bucket_bytes;
@@ -473,8 +468,7 @@ class AgentServer {
       Say(AgentMessage::kFrames, id, frames.bytes());
     };
     PackResult result;
-    const absl::Status status =
-        memory_->PackCast(request, casts, &result, host);
+    const absl::Status status = memory_->PackTo(request, host, &result);
     if (status.ok()) out->Put(result.bucket);
     return status;
   }
@@ -484,11 +478,11 @@ class AgentServer {
     if (!job.ok()) return job.status();
     std::vector<std::shared_ptr<const void>> keep;
     std::vector<CopyTask> tasks;
-    for (const AgentPiece& piece : job->pieces) {
+    for (AgentPiece piece : job->pieces) {
       const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
       if (!source.ok()) return source.status();
-      tasks.push_back(piece.copy);
-      tasks.back().src = *source;
+      piece.PlaceAt(*source);
+      tasks.push_back(std::move(piece.copy));
       tasks.back().dst = nullptr;
     }
     Digest digest;

@@ -25,6 +25,7 @@
 #include "transport/cuda/sim_control.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace transport {
@@ -48,14 +49,6 @@ std::string RandomBytes(size_t count, uint32_t seed) {
     byte = static_cast<char>(state >> 56);
   }
   return bytes;
-}
-
-bool Eventually(const std::function<bool()>& done) {
-  for (int i = 0; i < 2000; ++i) {
-    if (done()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
 }
 
 DeviceAgent::Options SmallOptions() {
