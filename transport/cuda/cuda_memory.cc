@@ -24,8 +24,6 @@ namespace transport {
 namespace cuda {
 namespace {
 
-// For copies that still use pinned memory when its owner takes it away.
-constexpr absl::Duration kUnpinDeadline = absl::Seconds(5);
 // What a segment is rounded up to by the driver, so that sums are right.
 int64_t Rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
 
