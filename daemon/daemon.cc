@@ -56,6 +56,10 @@ constexpr absl::Duration kNcclRest = absl::Seconds(30);
 // Of one message: lists of the parameters of very large models.
 constexpr int kMaxMessageBytes = 256 << 20;
 
+// The flags of addresses, for sentences.
+constexpr char kListen[] = "listen";
+constexpr char kHttpAddress[] = "http_address";
+constexpr char kDataAddress[] = "data_address";
 constexpr char kClusterFile[] = "/cluster_id";
 // The highest term that was followed, with the cluster that it is of.
 constexpr char kTermFile[] = "/newest_term";
@@ -203,23 +207,28 @@ absl::Status DaemonImpl::CheckOptions() {
             "\": a name is 1 to 63 of [a-z0-9._-], beginning with a letter or "
             "digit; give one with --node"));
   }
-  for (const std::string& text : options_.listen) {
-    absl::StatusOr<HostPort> address = ParseHostPort(text);
+  std::vector<ListenFlag> places;
+  const auto take = [&](const char* flag,
+                        const std::string& text) -> absl::Status {
+    absl::StatusOr<HostPort> address = ParseHostPort(text, flag);
     if (!address.ok()) return address.status();
-    const absl::Status reach =
-        CheckReach(*address, options_.insecure, "listen");
-    if (!reach.ok()) return reach;
-    listen_.push_back(*address);
+    places.push_back({flag, *address});
+    return CheckReach(*address, options_.insecure, flag);
+  };
+  for (const std::string& text : options_.listen) {
+    const absl::Status taken = take(kListen, text);
+    if (!taken.ok()) return taken;
+    listen_.push_back(places.back().address);
   }
   if (!options_.http_address.empty()) {
-    absl::StatusOr<HostPort> address = ParseHostPort(options_.http_address);
-    if (!address.ok()) return address.status();
-    const absl::Status reach =
-        CheckReach(*address, options_.insecure, "http_address");
-    if (!reach.ok()) return reach;
-    http_ = *address;
+    const absl::Status taken = take(kHttpAddress, options_.http_address);
+    if (!taken.ok()) return taken;
+    http_ = places.back().address;
   }
-  const absl::StatusOr<HostPort> data = ParseHost(options_.data_address);
+  const absl::Status apart = CheckApart(places);
+  if (!apart.ok()) return apart;
+  const absl::StatusOr<HostPort> data =
+      ParseHost(options_.data_address, kDataAddress);
   if (!data.ok()) return data.status();
   if (data->wildcard) {
     return Invalid(
@@ -229,14 +238,10 @@ absl::Status DaemonImpl::CheckOptions() {
             " is no address that another node could send to; name one of this "
             "machine"));
   }
-  const absl::Status reach =
-      CheckReach(*data, options_.insecure, "data_address");
+  const absl::Status reach = CheckReach(*data, options_.insecure, kDataAddress);
   if (!reach.ok()) return reach;
-  const absl::Status ours = WhyNotListen(*data);
-  if (!ours.ok()) {
-    return ErrorStatus(ours.code(), ErrorReason(ours),
-                       absl::StrCat("--data_address: ", ours.message()));
-  }
+  const absl::Status ours = WhyNotListen(*data, kDataAddress);
+  if (!ours.ok()) return ours;
   if (!options_.coordinator_address.empty()) {
     const absl::Status status = CheckDialled(options_.coordinator_address);
     if (!status.ok()) return status;
@@ -366,6 +371,7 @@ absl::Status DaemonImpl::StartDevices() {
   agent.config.slots = options_.cuda_memory ? options_.gpu_slots : 0;
   agent.config.slot_bytes = options_.bucket_bytes;
   agent.config.nccl_max_ctas = options_.nccl_max_ctas;
+  agent.config.nccl_cta_policy = options_.nccl_cta_policy;
   agent.config.nccl_staging_bytes = kNcclStagingBytes;
   agent.fd_socket_prefix = options_.unix_socket + ".gpu";
   agent.start_deadline = options_.deadlines.device;
@@ -500,7 +506,7 @@ absl::Status DaemonImpl::StartServer() {
   if (server_ == nullptr) {
     // gRPC logs why, and returns nothing: look again.
     for (const HostPort& address : listen_) {
-      const absl::Status status = WhyNotListen(address);
+      const absl::Status status = WhyNotListen(address, kListen);
       if (!status.ok()) return status;
     }
     return ErrorStatus(
@@ -532,7 +538,7 @@ absl::Status DaemonImpl::StartServer() {
 
 absl::Status DaemonImpl::StartPages() {
   if (options_.http_address.empty()) return absl::OkStatus();
-  const absl::Status free = WhyNotListen(http_);
+  const absl::Status free = WhyNotListen(http_, kHttpAddress);
   if (!free.ok()) return free;
   // Nobody who looks waits longer than one who calls.
   const absl::Duration patience = options_.deadlines.call;
@@ -582,7 +588,10 @@ absl::Status DaemonImpl::WriteReadyFile() {
 void DaemonImpl::Shutdown() {
   if (shut_down_) return;
   shut_down_ = true;
+  const absl::Time deadline = absl::Now() + options_.deadlines.shutdown;
   if (ready_written_) unlink(options_.ready_file.c_str());
+  // It waits for the pages that are being made.
+  if (agent_ != nullptr) agent_->EndAsking(deadline);
   pages_ = nullptr;
   if (server_ != nullptr && server_->GetHealthCheckService() != nullptr) {
     server_->GetHealthCheckService()->SetServingStatus(false);
@@ -594,8 +603,7 @@ void DaemonImpl::Shutdown() {
   if (admin_service_ != nullptr) admin_service_->Shutdown();
   if (agent_ != nullptr) agent_->Shutdown();
   if (server_ != nullptr) {
-    server_->Shutdown(
-        absl::ToChronoTime(absl::Now() + options_.deadlines.shutdown));
+    server_->Shutdown(absl::ToChronoTime(deadline));
     server_->Wait();
   }
   if (agent_ != nullptr) agent_->StopLoops();

@@ -108,6 +108,7 @@ struct Options {
   int64_t device_store_bytes = 0;
   // Of its SMs, for each operation.
   int nccl_max_ctas = 4;
+  int nccl_cta_policy = 1;  // as nccl.h numbers them: efficiency
 
   // Journal and identity; made when missing.
   std::string state_dir;

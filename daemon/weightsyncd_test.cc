@@ -138,6 +138,8 @@ TEST_F(WeightsyncdTest, ASecondOneSaysWhyItDoesNotStartAndDisturbsNobody) {
     EXPECT_EQ(WaitExit(Start("b", {flag})), 3) << flag;
     EXPECT_THAT(ReadFile(Path("b.out")), HasSubstr("SOCKET_IN_USE")) << flag;
   }
+  EXPECT_THAT(ReadFile(Path("b.out")),
+              HasSubstr("give this daemon another --http_address"));
   EXPECT_EQ(
       WaitExit(Start("b", {absl::StrCat("--state_dir=", Path("a.state"))})), 3);
   EXPECT_THAT(ReadFile(Path("b.out")), HasSubstr("STATE_DIR_IN_USE"));
@@ -179,6 +181,12 @@ TEST_F(WeightsyncdTest, WrongFlagsAreNamed) {
     EXPECT_EQ(WaitExit(Start("a", {flag})), 1) << flag;
     EXPECT_THAT(ReadFile(Path("a.out")), HasSubstr("INSECURE_REQUIRED"));
   }
+  // Nobody else is there.
+  EXPECT_EQ(WaitExit(Start(
+                "a", {"--listen=127.0.0.1:7", "--http_address=127.0.0.1:7"})),
+            1);
+  EXPECT_THAT(ReadFile(Path("a.out")),
+              HasSubstr("--listen and --http_address both name 127.0.0.1:7"));
 }
 
 TEST_F(WeightsyncdTest, HelpAndVersion) {

@@ -12,6 +12,7 @@ v1::Version Active(int serving) {
   v1::Version version;
   version.set_name("models/m/versions/3");
   version.set_state(v1::Version::STATE_ACTIVE);
+  version.mutable_create_time()->set_seconds(1);
   for (int i = 0; i < serving; ++i) {
     v1::ReplicaTimes* times = version.add_replicas();
     times->set_replica(absl::StrCat("models/m/replicas/r", i));
@@ -24,6 +25,39 @@ TEST(ServedTest, CountsWhoServes) {
   EXPECT_EQ(ServedText(Active(0)), "no replica serves models/m/versions/3");
   EXPECT_EQ(ServedText(Active(1)), "1 replica serves models/m/versions/3");
   EXPECT_EQ(ServedText(Active(2)), "2 replicas serve models/m/versions/3");
+}
+
+// Who published hears what the engine's load callback has raised.
+TEST(ServedTest, SaysWhyAReplicaWasLeftOut) {
+  v1::Version version = Active(9);
+  v1::Failure* failure = version.mutable_replicas(1)->mutable_failure();
+  failure->set_reason("HOOK_FAILED");
+  failure->set_message("RuntimeError: no room\nfor w");
+  EXPECT_EQ(ServedText(version),
+            "8 replicas serve models/m/versions/3; left out: r1 (HOOK_FAILED: "
+            "RuntimeError: no room for w)");
+  std::string message(119, 'x');
+  for (int i = 0; i < 10; ++i) message += "\xc3\xa4";  // one over byte 120
+  failure->set_message(message);
+  EXPECT_EQ(ServedText(version),
+            absl::StrCat("8 replicas serve models/m/versions/3; left out: r1 "
+                         "(HOOK_FAILED: ",
+                         std::string(119, 'x'), "...)"));
+  // Many shall not fill the screen.
+  for (int i = 0; i < 9; ++i) {
+    *version.mutable_replicas(i)->mutable_failure() = *failure;
+  }
+  EXPECT_EQ(ServedText(version).find("xx"), std::string::npos);
+  EXPECT_NE(ServedText(version).find("r1 (HOOK_FAILED), r2 (HOOK_FAILED)"),
+            std::string::npos);
+}
+
+TEST(ServedTest, WhatIsNotKnownIsNotNobody) {
+  v1::Version version = Active(0);
+  version.clear_create_time();
+  EXPECT_EQ(ServedText(version),
+            "models/m/versions/3 is ACTIVE; the coordinator was started again "
+            "since, and `weightsyncctl replicas` says who serves it");
 }
 
 TEST(ServedTest, NamesWhoDoesNot) {

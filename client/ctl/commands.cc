@@ -27,6 +27,11 @@ int Run(const std::vector<std::string>& args,
                GeneralHelp());
     return kExitUsage;
   };
+  const auto no_such = [&](const std::string& command) {
+    PrintError(screen, json, absl::InvalidArgumentError(NoSuchCommand(command)),
+               kHelpHint);
+    return kExitUsage;
+  };
   if (!parsed.ok()) return usage(std::string(parsed.status().message()));
   const Arguments& arguments = *parsed;
   if (arguments.command.empty() || arguments.command == "help" ||
@@ -36,9 +41,7 @@ int Run(const std::vector<std::string>& args,
       topic = arguments.positional.empty() ? "" : arguments.positional[0];
     }
     const std::string text = topic.empty() ? GeneralHelp() : CommandHelp(topic);
-    if (text.empty()) {
-      return usage(absl::StrCat("there is no command ", topic));
-    }
+    if (text.empty()) return no_such(topic);
     if (json && arguments.command.empty() && !arguments.help) {
       return usage("a command is missing");
     }
@@ -74,7 +77,7 @@ int Run(const std::vector<std::string>& args,
     }
     return (Ctl(arguments, *std::move(channel), screen).*command.run)();
   }
-  return usage(absl::StrCat("there is no command ", arguments.command));
+  return no_such(arguments.command);
 }
 
 }  // namespace ctl

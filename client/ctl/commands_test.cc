@@ -392,6 +392,31 @@ TEST_F(CommandsTest, UsageErrors) {
   EXPECT_EQ(Ctl({"help", "dance"}), kExitUsage);
 }
 
+// Not two screens of everything else.
+TEST_F(CommandsTest, ACommandThatThereIsNot) {
+  for (const std::vector<std::string>& line :
+       {std::vector<std::string>{"help", "stauts"}, {"stauts"}}) {
+    EXPECT_EQ(Ctl(line), kExitUsage);
+    EXPECT_EQ(err_.str(),
+              "weightsyncctl: no such command: stauts; did you mean status?\n"
+              "\n`weightsyncctl help` lists what there is.\n");
+    EXPECT_EQ(out_.str(), "");
+  }
+  EXPECT_EQ(Ctl({"help", "dance"}), kExitUsage);
+  EXPECT_THAT(err_.str(),
+              StartsWith("weightsyncctl: no such command: dance\n"));
+  EXPECT_EQ(Ctl({"help", "stauts", "--json"}), kExitUsage);
+  EXPECT_THAT(err_.str(), HasSubstr("\"reason\":\"USAGE\""));
+  EXPECT_THAT(err_.str(), HasSubstr("did you mean status?"));
+  EXPECT_EQ(NoSuchCommand("vers"),
+            "no such command: vers; did you mean versions?");
+  EXPECT_EQ(NoSuchCommand("replica"),
+            "no such command: replica; did you mean replicas?");
+  EXPECT_EQ(NoSuchCommand("rollbcak"),
+            "no such command: rollbcak; did you mean rollback?");
+  EXPECT_EQ(NoSuchCommand("x"), "no such command: x");
+}
+
 TEST_F(CommandsTest, HelpForEach) {
   EXPECT_EQ(Ctl({"help"}), kExitOk);
   EXPECT_EQ(Ctl({"--help"}), kExitOk);

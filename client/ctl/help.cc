@@ -1,5 +1,10 @@
 #include "client/ctl/help.h"
 
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
 namespace weightsync {
@@ -204,6 +209,22 @@ before it left; patterns are RE2, \1 to \9 are their groups:
     {"help", "this, or help about a command", "weightsyncctl help [COMMAND]\n"},
 };
 
+// Letters to be put in, left out or changed to make one of the other.
+size_t Differences(absl::string_view a, absl::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({changed, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
 }  // namespace
 
 std::string GeneralHelp() {
@@ -234,6 +255,27 @@ exit codes: 0 ok, 1 error, 2 usage, 3 unreachable, 4 not found, 5 the watched
 version was aborted
 )");
   return out;
+}
+
+const char kHelpHint[] = "`weightsyncctl help` lists what there is.\n";
+
+std::string NoSuchCommand(absl::string_view command) {
+  const Command* nearest = nullptr;
+  size_t least = 3;  // more differences are another word
+  for (const Command& known : kCommands) {
+    const size_t differs =
+        command.size() > 1 && absl::StartsWith(known.name, command)
+            ? 1
+            : Differences(known.name, command);
+    if (differs < std::min(least, command.size())) {
+      least = differs;
+      nearest = &known;
+    }
+  }
+  return absl::StrCat(
+      "no such command: ", command,
+      nearest == nullptr ? ""
+                         : absl::StrCat("; did you mean ", nearest->name, "?"));
 }
 
 std::string CommandHelp(absl::string_view name) {

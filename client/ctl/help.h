@@ -12,6 +12,10 @@ namespace ctl {
 std::string GeneralHelp();
 // Empty for an unknown command.
 std::string CommandHelp(absl::string_view command);
+// "no such command: stauts; did you mean status?"
+std::string NoSuchCommand(absl::string_view command);
+// Where what there is can be read.
+extern const char kHelpHint[];
 
 }  // namespace ctl
 }  // namespace weightsync

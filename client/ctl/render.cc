@@ -43,6 +43,22 @@ std::string NamesText(
                        });
 }
 
+std::vector<std::string> TimesCells(const v1::ReplicaTimes& times) {
+  const auto between = [](bool has, const auto& from, const auto& to) {
+    return has ? HumanDuration(FromProto(to) - FromProto(from))
+               : std::string("-");
+  };
+  return {between(times.has_paused_time(), times.pause_request_time(),
+                  times.paused_time()),
+          between(times.has_applied_time(), times.paused_time(),
+                  times.applied_time()),
+          between(times.has_resumed_time() && times.has_applied_time(),
+                  times.applied_time(), times.resumed_time()),
+          between(times.has_resumed_time(), times.pause_request_time(),
+                  times.resumed_time()),
+          times.failure().reason()};
+}
+
 std::string StateName(v1::Replica::State state) {
   return WithoutPrefix(v1::Replica::State_Name(state));
 }
@@ -276,23 +292,11 @@ std::string RenderReplica(const v1::Replica& replica) {
     absl::StrAppend(&out, "\n", table.ToString());
   }
   if (replica.history_size() > 0) {
-    Table table({"VERSION", "UPDATE", "TO PAUSE", "TO WRITE", "TO RESUME",
-                 "AWAY", "FAILURE"});
+    Table table(WithTimes({"VERSION", "UPDATE"}, TimesColumns()));
     for (const v1::ReplicaTimes& times : replica.history()) {
-      const auto between = [](bool has, const auto& from, const auto& to) {
-        return has ? HumanDuration(FromProto(to) - FromProto(from))
-                   : std::string("-");
-      };
-      table.Add({absl::StrCat(times.version()), ShortId(times.update_id()),
-                 between(times.has_paused_time(), times.pause_request_time(),
-                         times.paused_time()),
-                 between(times.has_applied_time(), times.paused_time(),
-                         times.applied_time()),
-                 between(times.has_resumed_time() && times.has_applied_time(),
-                         times.applied_time(), times.resumed_time()),
-                 between(times.has_resumed_time(), times.pause_request_time(),
-                         times.resumed_time()),
-                 times.failure().reason()});
+      table.Add(
+          WithTimes({absl::StrCat(times.version()), ShortId(times.update_id())},
+                    TimesCells(times)));
     }
     absl::StrAppend(&out, "\n", table.ToString());
   }

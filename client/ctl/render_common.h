@@ -10,6 +10,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/types.pb.h"
 
 namespace weightsync {
@@ -36,6 +37,20 @@ inline std::string Number(int64_t number) {
 
 inline std::string FailureText(const v1::Failure& failure) {
   return absl::StrCat(failure.reason(), ": ", failure.message());
+}
+
+// How long a replica took for an update, and was away for it: the same columns
+// wherever that is shown.
+inline std::vector<std::string> TimesColumns() {
+  return {"TO PAUSE", "TO WRITE", "TO RESUME", "AWAY", "FAILURE"};
+}
+std::vector<std::string> TimesCells(const v1::ReplicaTimes& times);
+
+// A row of a table that ends in those.
+inline std::vector<std::string> WithTimes(
+    std::vector<std::string> row, const std::vector<std::string>& times) {
+  row.insert(row.end(), times.begin(), times.end());
+  return row;
 }
 
 // "label  value" lines, values aligned.

@@ -271,6 +271,11 @@ TEST(RenderTest, WhoDoesNotServeAVersionYetIsNamed) {
               HasSubstr("\nmodels/qwen/versions/2" + text));
   EXPECT_THAT(RenderVersion(version, Now()),
               HasSubstr("\nserved by    1 replica" + text));
+  // The same words as in C++ and Python.
+  version.mutable_replicas(0)->mutable_failure()->set_reason("PAUSE_TIMEOUT");
+  EXPECT_THAT(RenderVersion(version, Now()),
+              HasSubstr("\nserved by    no replica; not yet: r1 ("));
+  EXPECT_THAT(ProgressLine(version, Now()), HasSubstr(", no replica; not yet"));
   v1::Model model;
   model.set_removed(true);
   model.add_absent_replicas("models/qwen/replicas/r1");
@@ -287,6 +292,8 @@ TEST(RenderTest, WhatIsNotKnownIsNoZero) {
   const std::string shown = RenderVersion(version, Now()) +
                             RenderVersions({version}, Now()) +
                             ProgressBar(version, Now(), 200);
+  EXPECT_EQ(shown.find("no replica"), std::string::npos) << shown;
+  EXPECT_THAT(shown, ::testing::HasSubstr("\nserved by    -\n"));
   EXPECT_EQ(shown.find("0 s"), std::string::npos) << shown;
   EXPECT_EQ(shown.find("0 B"), std::string::npos) << shown;
   EXPECT_EQ(shown.find("000"), std::string::npos) << shown;

@@ -106,7 +106,7 @@ std::string EndText(const v1::Version& version, absl::Time now) {
   }
   if (version.replicas_size() > 0) {
     absl::StrAppend(&text, ", pause ", HumanDuration(LongestPause(version)),
-                    ", ", Counted(version.replicas_size(), "replica"));
+                    ", ", client::ServingReplicas(version));
   }
   return absl::StrCat(text, client::NotServedText(version));
 }
@@ -289,9 +289,10 @@ std::string RenderVersion(const v1::Version& version, absl::Time now) {
     fields.Add("started", Ago(now, FromProto(version.create_time())));
   }
   if (version.state() == v1::Version::STATE_ACTIVE) {
-    fields.Add("served by",
-               absl::StrCat(Counted(client::ServingCount(version), "replica"),
-                            client::NotServedText(version)));
+    fields.Add("served by", client::ServersKnown(version)
+                                ? absl::StrCat(client::ServingReplicas(version),
+                                               client::NotServedText(version))
+                                : "-");
   }
   fields.Add("model bytes", BytesText(version));
   // Of one that an earlier coordinator had only the journal knows.
@@ -349,23 +350,9 @@ std::string RenderVersion(const v1::Version& version, absl::Time now) {
     absl::StrAppend(&out, "\n", table.ToString());
   }
   if (version.replicas_size() > 0) {
-    Table table(
-        {"REPLICA", "TO PAUSE", "TO WRITE", "TO RESUME", "AWAY", "FAILURE"});
+    Table table(WithTimes({"REPLICA"}, TimesColumns()));
     for (const v1::ReplicaTimes& times : version.replicas()) {
-      const auto between = [](bool has, const auto& from, const auto& to) {
-        return has ? HumanDuration(FromProto(to) - FromProto(from))
-                   : std::string("-");
-      };
-      table.Add({LastPart(times.replica()),
-                 between(times.has_paused_time(), times.pause_request_time(),
-                         times.paused_time()),
-                 between(times.has_applied_time(), times.paused_time(),
-                         times.applied_time()),
-                 between(times.has_resumed_time() && times.has_applied_time(),
-                         times.applied_time(), times.resumed_time()),
-                 between(times.has_resumed_time(), times.pause_request_time(),
-                         times.resumed_time()),
-                 times.failure().reason()});
+      table.Add(WithTimes({LastPart(times.replica())}, TimesCells(times)));
     }
     absl::StrAppend(&out, "\n", table.ToString());
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "glog/logging.h"
 
@@ -11,6 +12,17 @@ namespace daemon {
 using absl::StatusCode;
 
 namespace {
+
+// "rank 0 on node b has gone: why"; where `why` begins with "rank 0" itself,
+// only the node is put into it.
+std::string GoneText(const std::string& who, const std::string& node,
+                     const std::string& what, const std::string& why) {
+  const std::string there = absl::StrCat(who, " on node ", node);
+  if (absl::StartsWith(why, absl::StrCat(who, " "))) {
+    return absl::StrCat(there, why.substr(who.size()));
+  }
+  return absl::StrCat(there, " ", what, why.empty() ? "" : ": ", why);
+}
 
 constexpr int kProtocolVersion = 1;
 
@@ -249,10 +261,8 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
     case v1::NodeReport::kRankLost: {
       const auto& lost = report.rank_lost();
       Fault fault(StatusCode::kAborted, "RANK_LOST",
-                  absl::StrCat("rank ", lost.rank(), " on node ", node->name,
-                               " has gone",
-                               lost.failure().message().empty() ? "" : ": ",
-                               lost.failure().message()));
+                  GoneText(absl::StrCat("rank ", lost.rank()), node->name,
+                           "has gone", lost.failure().message()));
       return LoseRank(lost.model(), lost.rank(), lost.session(), fault);
     }
     case v1::NodeReport::kReplicaJoined:
@@ -261,10 +271,9 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
       const auto& left = report.replica_left();
       Fault fault(
           StatusCode::kUnavailable, "REPLICA_LOST",
-          absl::StrCat(left.model(), "/replicas/", left.replica(), " on node ",
-                       node->name, " ended its control stream",
-                       left.failure().message().empty() ? "" : ": ",
-                       left.failure().message()));
+          GoneText(absl::StrCat(left.model(), "/replicas/", left.replica()),
+                   node->name, "ended its control stream",
+                   left.failure().message()));
       return LoseControl(left.model(), left.replica(), left.incarnation(),
                          fault);
     }
@@ -272,12 +281,11 @@ void CoordinatorCore::Dispatch(NodeRun* node, const v1::NodeReport& report) {
       return WorkerJoined(node, correlation, report.worker_joined());
     case v1::NodeReport::kWorkerLeft: {
       const auto& left = report.worker_left();
-      Fault fault(StatusCode::kUnavailable, "WORKER_LOST",
-                  absl::StrCat("worker ", left.worker_index(), " of ",
-                               left.model(), "/replicas/", left.replica(),
-                               " on node ", node->name, " has gone",
-                               left.failure().message().empty() ? "" : ": ",
-                               left.failure().message()));
+      Fault fault(
+          StatusCode::kUnavailable, "WORKER_LOST",
+          GoneText(absl::StrCat("worker ", left.worker_index(), " of ",
+                                left.model(), "/replicas/", left.replica()),
+                   node->name, "has gone", left.failure().message()));
       return LoseWorker(left.model(), left.replica(), left.worker_index(),
                         left.incarnation(), fault);
     }
@@ -698,7 +706,7 @@ void CoordinatorCore::Forget() {
       named.insert(update->record.layout_id());
       used.insert(update->key);
     }
-    if (model.layout != nullptr) named.insert(model.layout->id());
+    for (std::string& id : model.layouts.ids()) named.insert(std::move(id));
     if (model.fetch != nullptr) used.insert(model.fetch->update);
     for (const v1::Version& version : model.ended) use(version.update_id());
     for (const auto& replica : model.replicas) {

@@ -283,16 +283,15 @@ struct ModelRun {
   std::set<std::pair<std::string, std::string>> pins;
   // Newest last.
   std::deque<v1::Version> ended;
-  // Of those before a removal: nodes that come back are told so much still.
+  // Of those that were deleted, or removed with the model: nodes that come back
+  // are told so much still.
   std::deque<v1::EndUpdate> forgotten;
   int64_t epoch = 0;
   std::map<std::string, ReplicaRun> replicas;
   std::unique_ptr<PrepareJob> prepare;
   // In the order in which they came.
   std::vector<std::unique_ptr<LoadRun>> loads;
-  // The layout made last, and from what.
-  std::string layout_input;
-  std::shared_ptr<const KnownLayout> layout;
+  RecentLayouts layouts;
 
   // The newest committed one; no update_id: none.
   const CommittedUpdate& Newest() const;
@@ -623,6 +622,8 @@ class CoordinatorCore {
   void Remove(AdminWait wait, const v1::RemoveModelRequest& call);
   void StartRemoval(ReplicaRun* replica);
   // That it has not been committed, as far as anybody knows.
+  // An update that ended is known to nodes alone from now on.
+  void NoteForgotten(const v1::Version& version, ModelRun* model);
   void SayUnknown(const std::string& node, const std::string& model,
                   const std::string& update_id);
   void SendRemove(ReplicaRun* replica, const ReplicaAction& action);

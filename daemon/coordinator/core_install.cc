@@ -167,7 +167,12 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
   }
 
   const UpdateKey key = WantedBy(*replica);
-  const bool there = key == 0 || replica->machine.InstalledEverywhere(key);
+  // One that held nothing before anybody removed the model (it slept, and could
+  // not be given what it was to have) does not know that it may run so.
+  const bool there =
+      key == 0 || (replica->machine.InstalledEverywhere(key) &&
+                   (key != kRemoval ||
+                    (replica->machine.Servable() && !replica->machine.fenced)));
   // While a node of its is away nobody knows what that has: it stays as it is,
   // and is settled when the node is back, or lost.
   if (!there && !NodesConnected(*replica)) return;
@@ -497,7 +502,7 @@ bool CoordinatorCore::FetchPrepared(ModelRun* model, const std::string& node,
   }
   Fault fault = FromProto(report.failure());
   if (!fault.ok()) {
-    fault.message = absl::StrCat("node ", node, ": ", fault.message);
+    fault.message = SaidBy(absl::StrCat("node ", node), fault.message);
     FetchFailed(model, node, fault);
     return true;
   }
@@ -557,7 +562,7 @@ bool CoordinatorCore::FetchVerified(ModelRun* model, const std::string& name,
   }
   Fault fault = FromProto(report.failure());
   if (!fault.ok()) {
-    fault.message = absl::StrCat("node ", name, ": ", fault.message);
+    fault.message = SaidBy(absl::StrCat("node ", name), fault.message);
     if (!report.edge_from().empty()) {
       failed_edges_.insert({report.edge_from(), report.edge_to()});
       fault.message = absl::StrCat("edge ", report.edge_from(), " -> ",

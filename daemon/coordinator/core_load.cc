@@ -140,7 +140,7 @@ void CoordinatorCore::CheckpointRead(const std::string& node,
       }
       Fault fault = FromProto(report.failure());
       if (!fault.ok()) {
-        fault.message = absl::StrCat("node ", node, ": ", fault.message);
+        fault.message = SaidBy(absl::StrCat("node ", node), fault.message);
         return FailLoad(&entry.second, load->id, fault);
       }
       load->read = true;
@@ -242,9 +242,9 @@ void CoordinatorCore::OpenLoad(ModelRun* model, const LoadRun& load) {
     fault.message = absl::StrCat(load.path, ": ", fault.message);
     return FailLoad(model, id, fault);
   }
-  auto known = MakeKnownLayout(registry_.LoadInput(model->name, replicas,
-                                                   parameters, LabelsOf(nodes_),
-                                                   options_.bucket_bytes));
+  auto known = model->layouts.Make(
+      registry_.LoadInput(model->name, replicas, parameters, LabelsOf(nodes_),
+                          options_.bucket_bytes));
   if (!known.ok()) {
     return FailLoad(model, id,
                     Fault(known.status().code(), ErrorReason(known.status()),
@@ -369,7 +369,7 @@ bool CoordinatorCore::FinishLoad(AdminWait* wait) {
     return true;
   }
   if (record->state() == v1::Version::STATE_ACTIVE) {
-    Answer(*wait, *record);
+    Answer(*wait, *Queries(*this).GetVersion(record->name(), update_id, now_));
     return true;
   }
   if (record->has_end_time() || record->has_failure()) {

@@ -127,7 +127,7 @@ void CoordinatorCore::DryPrepared(ModelRun* model, const std::string& node,
   }
   Fault fault = FromProto(report.failure());
   if (!fault.ok()) {
-    fault.message = absl::StrCat("node ", node, ": ", fault.message);
+    fault.message = SaidBy(absl::StrCat("node ", node), fault.message);
     return EndPrepare(model, fault);
   }
   job->waiting.erase(node);

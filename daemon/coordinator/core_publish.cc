@@ -345,17 +345,9 @@ void CoordinatorCore::SendLayout(const KnownLayout& layout,
 
 absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
     ModelRun* model, std::set<std::string>* replicas) {
-  v1::DefineLayout input = LayoutInputNow(*model, replicas);
-  std::string key = input.SerializeAsString();
-  if (model->layout != nullptr && model->layout_input == key) {
-    return model->layout;
-  }
-  auto known = MakeKnownLayout(std::move(input));
-  if (!known.ok()) return known.status();
-  model->layout = *known;
-  model->layout_input = std::move(key);
-  layouts_[(*known)->id()] = *known;
-  return model->layout;
+  auto known = model->layouts.Make(LayoutInputNow(*model, replicas));
+  if (known.ok()) layouts_[(*known)->id()] = *known;
+  return known;
 }
 
 Fault CoordinatorCore::CheckPossible(ModelRun* model,

@@ -140,7 +140,7 @@ void CoordinatorCore::Recover(const std::string& name,
                      return a.version() < b.version();
                    });
   model->book.Recover(journal.floor, journal.publish_index, newest.update_id(),
-                      newest_fault);
+                      newest.step(), newest_fault);
 
   if (committed.update_id().empty() || journal.committed_ended) return;
   LOG(INFO) << committed_record.name() << " (update " << committed.update_id()

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
@@ -96,6 +97,18 @@ CommittedUpdate CoordinatorCore::Describe(const std::string& name,
 
 // ---- Answers ----
 
+namespace {
+
+// The client library names the engine of a hook that failed.
+std::string CannotText(const std::string& replica, const char* what,
+                       const std::string& message) {
+  return absl::StrContains(message, absl::StrCat(replica, " "))
+             ? message
+             : absl::StrCat(replica, " cannot ", what, ": ", message);
+}
+
+}  // namespace
+
 void CoordinatorCore::ReplicaPaused(const v1::ReplicaPausedReport& report) {
   ReplicaRun* replica =
       FindReplica(report.model(), report.replica(), report.incarnation());
@@ -105,8 +118,8 @@ void CoordinatorCore::ReplicaPaused(const v1::ReplicaPausedReport& report) {
   event.command = CommandNumber(report.command_id());
   event.fault = FromProto(report.failure());
   if (!event.fault.ok()) {
-    event.fault.message = absl::StrCat(replica->machine.name,
-                                       " cannot pause: ", event.fault.message);
+    event.fault.message =
+        CannotText(replica->machine.name, "pause", event.fault.message);
   }
   // Asked once more, it only says that it was paused already.
   if (replica->pause_detail.empty()) replica->pause_detail = report.detail();
@@ -122,8 +135,8 @@ void CoordinatorCore::ReplicaResumed(const v1::ReplicaResumedReport& report) {
   event.command = CommandNumber(report.command_id());
   event.fault = FromProto(report.failure());
   if (!event.fault.ok()) {
-    event.fault.message = absl::StrCat(replica->machine.name,
-                                       " cannot resume: ", event.fault.message);
+    event.fault.message =
+        CannotText(replica->machine.name, "resume", event.fault.message);
   }
   Step(replica, event);
 }
@@ -173,8 +186,8 @@ void CoordinatorCore::WorkerApplied(const v1::WorkerAppliedReport& report) {
   }
   if (!event.fault.ok()) {
     event.fault.message =
-        absl::StrCat("worker ", worker, " of ", replica->machine.name, ": ",
-                     event.fault.message);
+        SaidBy(absl::StrCat("worker ", worker, " of ", replica->machine.name),
+               event.fault.message);
   }
   if (report.not_held()) {
     // Its node has not got what we thought. Asking again would not help; the
@@ -373,13 +386,26 @@ void CoordinatorCore::Step(ReplicaRun* replica, const ReplicaEvent& event) {
       case ReplicaAction::kResumedNow:
         if (!replica->history.empty() &&
             !replica->history.back().has_resumed_time()) {
-          *replica->history.back().mutable_resumed_time() = ToProto(now_);
+          v1::ReplicaTimes& times = replica->history.back();
+          *times.mutable_resumed_time() = ToProto(now_);
+          // It would not, before.
+          if (times.has_applied_time()) times.clear_failure();
           ShowTimes(replica);
         }
         news.kind = UpdateEvent::kReplicaResumed;
         PostReplica(*replica, std::move(news));
         break;
       case ReplicaAction::kResumeFailed:
+        // It is tried again; until then the update's sentence says why it does
+        // not serve it.
+        if (!replica->history.empty() &&
+            !replica->history.back().has_resumed_time()) {
+          *replica->history.back().mutable_failure() = ToProto(action.fault);
+          ShowTimes(replica);
+        }
+        news.kind = UpdateEvent::kReplicaResumed;
+        PostReplica(*replica, std::move(news));
+        break;
       case ReplicaAction::kStillHeld:
         news.kind = UpdateEvent::kReplicaResumed;
         PostReplica(*replica, std::move(news));

@@ -19,7 +19,7 @@ constexpr char kSuperseded[] = "SUPERSEDED";
 Fault OnNode(const v1::Failure& failure, const std::string& node) {
   Fault fault = FromProto(failure);
   if (!fault.ok()) {
-    fault.message = absl::StrCat("node ", node, ": ", fault.message);
+    fault.message = SaidBy(absl::StrCat("node ", node), fault.message);
   }
   return fault;
 }
@@ -112,9 +112,10 @@ void CoordinatorCore::RankSnapshotted(const std::string& node,
   event.rank = index->second;
   event.fault = FromProto(report.failure());
   if (!event.fault.ok()) {
-    event.fault.message = absl::StrCat("rank ", report.rank(), " on node ",
-                                       update->machine.nodes[rank.node].name,
-                                       ": ", event.fault.message);
+    event.fault.message = absl::StrCat(
+        "rank ", report.rank(), " on ",
+        SaidBy(absl::StrCat("node ", update->machine.nodes[rank.node].name),
+               event.fault.message));
   } else if (!rank.copied) {
     for (const v1::BucketDigest& bucket : report.buckets()) {
       update->manifest.push_back(bucket);

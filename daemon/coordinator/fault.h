@@ -7,6 +7,9 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 
 namespace weightsync {
 namespace daemon {
@@ -25,6 +28,16 @@ struct Fault {
 
   bool ok() const { return code == absl::StatusCode::kOk; }
 };
+
+// "node b: message", or the message alone where it begins with "node b" itself:
+// who sent it may know, or may not, that it will be read elsewhere.
+inline std::string SaidBy(const std::string& who, const std::string& message) {
+  const bool named = absl::StartsWith(message, who) &&
+                     (message.size() == who.size() ||
+                      absl::string_view(" :,;").find(message[who.size()]) !=
+                          absl::string_view::npos);
+  return named ? message : absl::StrCat(who, ": ", message);
+}
 
 }  // namespace daemon
 }  // namespace weightsync

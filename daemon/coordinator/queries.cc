@@ -81,6 +81,16 @@ v1::Replica::State StateOf(const ReplicaRun& run) {
   return v1::Replica::STATE_UNSPECIFIED;
 }
 
+// Whether the weights of a removed model may lie in it. Those that have left
+// have said what they held.
+bool MayHold(const ReplicaState& machine) {
+  return machine.workers.empty() ||
+         std::any_of(machine.workers.begin(), machine.workers.end(),
+                     [](const ReplicaWorker& worker) {
+                       return worker.content.kind != Content::kNothing;
+                     });
+}
+
 }  // namespace
 
 void Queries::FillCluster(v1::Cluster* cluster) const {
@@ -184,6 +194,10 @@ v1::Model Queries::ShowModel(const ModelRun& model) const {
   out.set_removed(model.removed);
   if (model.removed) {
     for (const std::string& replica : model.AbsentReplicas()) {
+      const auto run = model.replicas.find(replica);
+      if (run != model.replicas.end() && !MayHold(run->second.machine)) {
+        continue;
+      }
       out.add_absent_replicas(absl::StrCat(model.name, "/replicas/", replica));
     }
   }
@@ -403,9 +417,52 @@ absl::StatusOr<v1::ListReplicasResponse> Queries::ListReplicas(
 
 // ---- Versions ----
 
-v1::Version Queries::ShowRunning(const UpdateRun& update,
+bool Queries::StillAbsent(const ModelRun& model, const std::string& replica,
+                          const std::string& update_id) const {
+  if (model.unseen_replicas.count(replica) != 0) return true;
+  const auto run = model.replicas.find(replica);
+  // One that was deleted, or not seen for too long, is not waited for.
+  if (run == model.replicas.end()) return false;
+  const ReplicaState& machine = run->second.machine;
+  const auto& history = run->second.history;
+  // Of those that are remembered: it, and what was committed after it.
+  auto commit = std::find_if(model.commits.begin(), model.commits.end(),
+                             [&update_id](const CommittedUpdate& known) {
+                               return known.update_id == update_id;
+                             });
+  if (commit == model.commits.end()) commit = model.commits.begin();
+  return std::none_of(
+      commit, model.commits.end(), [&](const CommittedUpdate& known) {
+        const UpdateKey key = core_.FindKey(known.update_id);
+        if (key != 0 && machine.DoneWith(key)) return true;
+        // It has gone since.
+        return std::any_of(history.begin(), history.end(),
+                           [&known](const v1::ReplicaTimes& times) {
+                             return times.update_id() == known.update_id &&
+                                    times.has_resumed_time() &&
+                                    !IsFailure(times.failure());
+                           });
+      });
+}
+
+v1::Version Queries::Show(const ModelRun& model,
+                          const v1::Version& record) const {
+  v1::Version out = record;
+  // Before the commit nobody has it, and of one that failed nobody gets it.
+  if (!record.has_commit_time()) return out;
+  out.clear_absent_replicas();
+  for (const std::string& name : record.absent_replicas()) {
+    const std::string replica = name.substr(name.rfind('/') + 1);
+    if (StillAbsent(model, replica, record.update_id())) {
+      out.add_absent_replicas(name);
+    }
+  }
+  return out;
+}
+
+v1::Version Queries::ShowRunning(const ModelRun& model, const UpdateRun& update,
                                  absl::Time now) const {
-  v1::Version out = update.record;
+  v1::Version out = Show(model, update.record);
   if (update.phase_name.empty()) return out;
   v1::PhaseTime* phase = nullptr;
   for (v1::PhaseTime& known : *out.mutable_phases()) {
@@ -425,9 +482,11 @@ std::vector<v1::Version> Queries::Versions(const ModelRun& model,
                                            absl::Time now) const {
   std::vector<v1::Version> versions;
   for (auto it = model.updates.rbegin(); it != model.updates.rend(); ++it) {
-    versions.push_back(ShowRunning(**it, now));
+    versions.push_back(ShowRunning(model, **it, now));
   }
-  versions.insert(versions.end(), model.ended.rbegin(), model.ended.rend());
+  for (auto it = model.ended.rbegin(); it != model.ended.rend(); ++it) {
+    versions.push_back(Show(model, *it));
+  }
   return versions;
 }
 
@@ -450,10 +509,10 @@ absl::StatusOr<v1::Version> Queries::GetVersion(absl::string_view name,
   };
   for (auto it = (*model)->updates.rbegin(); it != (*model)->updates.rend();
        ++it) {
-    if (meant((*it)->record)) return ShowRunning(**it, now);
+    if (meant((*it)->record)) return ShowRunning(**model, **it, now);
   }
   for (auto it = (*model)->ended.rbegin(); it != (*model)->ended.rend(); ++it) {
-    if (meant(*it)) return *it;
+    if (meant(*it)) return Show(**model, *it);
   }
   return Unknown("VERSION_UNKNOWN",
                  update_id.empty()

@@ -40,7 +40,13 @@ class Queries {
   v1::Node ShowNode(const NodeRun& node) const;
   v1::Model ShowModel(const ModelRun& model) const;
   v1::Replica ShowReplica(const ModelRun& model, const ReplicaRun& run) const;
-  v1::Version ShowRunning(const UpdateRun& update, absl::Time now) const;
+  // Whether a replica that was not whole when the update began has neither it
+  // nor what was committed after it.
+  bool StillAbsent(const ModelRun& model, const std::string& replica,
+                   const std::string& update_id) const;
+  v1::Version Show(const ModelRun& model, const v1::Version& record) const;
+  v1::Version ShowRunning(const ModelRun& model, const UpdateRun& update,
+                          absl::Time now) const;
   // Newest first.
   std::vector<v1::Version> Versions(const ModelRun& model,
                                     absl::Time now) const;

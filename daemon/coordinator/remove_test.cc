@@ -240,6 +240,48 @@ TEST(RemoveTest, ARollbackAndAnOperatorsPause) {
   ExpectNextPublishWorks(&c);
 }
 
+// It sleeps, and was given up for the update that it shall have when it wakes:
+// now nobody wants it to have anything.
+TEST(RemoveTest, AnEngineThatHoldsNothingAlready) {
+  FakeCluster c;
+  c.AddStandardAdapter();
+  c.PublishAll(2);
+  c.Run();
+  const auto asleep = [&c](v1::WorkerAppliedReport* report) {
+    report->set_model(kModel);
+    report->set_replica("r1");
+    report->set_worker_index(0);
+    report->set_incarnation(c.engines["r1"].incarnation);
+    report->mutable_installed()->set_state(v1::InstalledState::STATE_NOTHING);
+  };
+  c.intercept = [&](const std::string& node, const v1::NodeCommand& command) {
+    if (node != "n1" || !command.has_apply_worker()) return false;
+    v1::NodeReport refused;
+    asleep(refused.mutable_worker_applied());
+    v1::WorkerAppliedReport* report = refused.mutable_worker_applied();
+    report->set_command_id(command.apply_worker().command_id());
+    report->set_update_id(command.apply_worker().update_id());
+    *report->mutable_failure() = MakeFailure(9, "WORKER_ASLEEP", "it sleeps");
+    c.Report(node, refused);
+    return true;
+  };
+  v1::NodeReport report;
+  asleep(report.mutable_worker_applied());
+  c.engines["r1"].workers[0] = report.worker_applied().installed();
+  c.Report("n1", report);
+  c.Run();
+  c.Pass(absl::Seconds(30));
+  EXPECT_EQ(c.Replica("r1").state(), v1::Replica::STATE_FENCED);
+  const int64_t removal = c.Ask(Removal());
+  c.Run();
+  c.Pass(absl::Seconds(2));
+  ASSERT_NE(c.Answered(removal), nullptr);
+  EXPECT_EQ(c.Answered(removal)->failure.reason(), "");
+  c.intercept = nullptr;
+  ExpectRemoved(c);
+  ExpectNextPublishWorks(&c);
+}
+
 TEST(RemoveTest, AnEngineThatCannotIsNamedAndAskedAgain) {
   FakeCluster c;
   c.AddStandardAdapter();

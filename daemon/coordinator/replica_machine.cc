@@ -53,6 +53,17 @@ bool ReplicaState::HeldBy(const Holder& holder) const {
   return std::find(holders.begin(), holders.end(), holder) != holders.end();
 }
 
+bool ReplicaState::DoneWith(UpdateKey update) const {
+  if (!InstalledEverywhere(update)) return false;
+  for (const Holder& holder : holders) {
+    if (holder.update == update &&
+        (holder.kind == Holder::kInstall || holder.kind == Holder::kUpdate)) {
+      return false;
+    }
+  }
+  return engine == EngineState::kRunning || !holders.empty();
+}
+
 PauseKind ReplicaState::WantedPause() const {
   if (fenced) return PauseKind::kDrain;
   // Workers that build the same update beside may differ; those that have built

@@ -208,6 +208,9 @@ struct ReplicaState {
   // `update` may be kRemoval.
   bool InstalledEverywhere(UpdateKey update) const;
   bool HeldBy(const Holder& holder) const;
+  // `update` (which may be kRemoval) is installed everywhere, and it is not
+  // paused for that any more: it runs, or others keep it from running.
+  bool DoneWith(UpdateKey update) const;
   // Paused as its holders want it: nobody of theirs finds it generating.
   bool PausedForAll() const;
   // It swaps, and may still generate with what it had before.

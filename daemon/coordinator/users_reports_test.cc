@@ -11,6 +11,7 @@
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/fake_cluster.h"
 #include "daemon/coordinator/fake_expect.h"
+#include "daemon/coordinator/fault.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -155,6 +156,95 @@ TEST(UsersReportsTest, AReplicasErrorStatusIgnoredByTheController) {
   EXPECT_EQ(c.Version().failure().reason(), "HOOK_FAILED");
   EXPECT_THAT(c.Version().failure().message(),
               ::testing::HasSubstr("the scheduler is stuck"));
+}
+
+TEST(UsersReportsTest, AnEngineThatDoesNotResumeIsNamedUntilItDoes) {
+  FakeCluster c;
+  c.AddStandard();
+  bool refuses = true;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node != "n2" || !command.has_resume_replica() || !refuses) return false;
+    v1::NodeReport report;
+    auto* resumed = report.mutable_replica_resumed();
+    resumed->set_model(kModel);
+    resumed->set_replica("r2");
+    resumed->set_incarnation(command.resume_replica().incarnation());
+    resumed->set_command_id(command.resume_replica().resume().command_id());
+    *resumed->mutable_failure() =
+        MakeFailure(2, "HOOK_FAILED",
+                    "The engine of models/m/replicas/r2 could not resume: no "
+                    "room for a cache");
+    c.Report(node, report);
+    return true;
+  };
+  const auto times_of_r2 = [&c] {
+    const v1::Version version = c.Version();
+    for (const v1::ReplicaTimes& times : version.replicas()) {
+      if (times.replica() == "models/m/replicas/r2") return times;
+    }
+    return v1::ReplicaTimes();
+  };
+  c.PublishAll(2);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  EXPECT_EQ(times_of_r2().failure().reason(), "HOOK_FAILED");
+  EXPECT_EQ(times_of_r2().failure().message(),
+            "The engine of models/m/replicas/r2 could not resume: no room for "
+            "a cache");
+  EXPECT_FALSE(times_of_r2().has_resumed_time());
+  refuses = false;
+  c.Pass(absl::Seconds(4));
+  EXPECT_EQ(times_of_r2().failure().reason(), "");
+  EXPECT_TRUE(times_of_r2().has_resumed_time());
+}
+
+// Who reports a failure is named in front of it, and may have named himself.
+TEST(UsersReportsTest, NobodyIsNamedTwiceInASentence) {
+  EXPECT_EQ(SaidBy("node n2", "no room"), "node n2: no room");
+  EXPECT_EQ(SaidBy("node n2", "node n2 has no room"), "node n2 has no room");
+  EXPECT_EQ(SaidBy("node n2", "node n2: no room"), "node n2: no room");
+  EXPECT_EQ(SaidBy("node n2", "node n2.b has no room"),
+            "node n2: node n2.b has no room");
+  for (const char* said : {"node n2 has no room", "no room"}) {
+    FakeCluster c;
+    c.AddStandard();
+    c.intercept = [&](const std::string& node, const Command& command) {
+      if (node != "n2" || !command.has_prepare_update()) return false;
+      v1::NodeReport report;
+      auto* prepared = report.mutable_update_prepared();
+      prepared->set_model(kModel);
+      prepared->set_update_id(command.prepare_update().update_id());
+      *prepared->mutable_epoch() = command.prepare_update().epoch();
+      *prepared->mutable_failure() = MakeFailure(8, "NO_STORE_ROOM", said);
+      c.Report(node, report);
+      return true;
+    };
+    c.PublishAll(2);
+    c.Run();
+    EXPECT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
+    const std::string message = c.Version().failure().message();
+    EXPECT_NE(message.find("node n2"), std::string::npos) << message;
+    EXPECT_EQ(message.find("node n2"), message.rfind("node n2")) << message;
+  }
+}
+
+TEST(UsersReportsTest, NorIsOneWhoHasGone) {
+  const std::string who = "worker 0 of models/m/replicas/r1";
+  for (const auto& said : {std::pair<std::string, std::string>{"", " has gone"},
+                           {"no luck", " has gone: no luck"},
+                           {who + " is lost: no luck", " is lost: no luck"}}) {
+    FakeCluster c;
+    c.AddStandard();
+    v1::NodeReport report;
+    v1::WorkerLeft* left = report.mutable_worker_left();
+    left->set_model(kModel);
+    left->set_replica("r1");
+    left->set_incarnation(c.engines["r1"].incarnation);
+    left->mutable_failure()->set_message(said.first);
+    c.Report("n1", report);
+    EXPECT_EQ(c.Replica("r1").last_failure().message(),
+              who + " on node n1" + said.second);
+  }
 }
 
 // The one worker whose answer is lost is asked again, about the same update,

@@ -5,7 +5,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <iostream>
+#include <iterator>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -87,6 +89,11 @@ DEFINE_int64(device_store_bytes, 0,
 DEFINE_int32(nccl_max_ctas, 4,
              "With --group=nccl or auto: how many of the GPU's SMs an "
              "operation may take from those who compute; 1 to 32.");
+DEFINE_string(
+    nccl_cta_policy, "efficiency",
+    "With --group=nccl or auto: how NCCL chooses within --nccl_max_ctas: "
+    "efficiency (few SMs, where they suffice), default (what is quickest), or "
+    "zero (copy engines, where NCCL can).");
 DEFINE_string(
     labels, "",
     "What the topology knows of this node, comma-separated or by repeating the "
@@ -464,6 +471,15 @@ absl::StatusOr<Options> OptionsFromFlags() {
                      "give 1 to 32");
   }
   options.nccl_max_ctas = FLAGS_nccl_max_ctas;
+  // As nccl.h numbers them: NCCL_CTA_POLICY_*.
+  constexpr absl::string_view kPolicies[] = {"default", "efficiency", "zero"};
+  const auto policy = std::find(std::begin(kPolicies), std::end(kPolicies),
+                                absl::AsciiStrToLower(FLAGS_nccl_cta_policy));
+  if (policy == std::end(kPolicies)) {
+    return FlagError("nccl_cta_policy", FLAGS_nccl_cta_policy,
+                     "give efficiency, default or zero");
+  }
+  options.nccl_cta_policy = static_cast<int>(policy - std::begin(kPolicies));
   options.state_dir =
       FLAGS_state_dir.empty() ? DefaultStateDir() : FLAGS_state_dir;
   options.ready_file = FLAGS_ready_file;

@@ -3,6 +3,7 @@
 #include <gflags/gflags.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -79,16 +80,39 @@ TEST_F(FlagsTest, DeadlinesAreTakenOver) {
   EXPECT_EQ(options->deadlines.shutdown, absl::Seconds(1));
 }
 
+TEST_F(FlagsTest, PoliciesOfNcclHaveItsNumbers) {
+  EXPECT_EQ(Parse({})->nccl_cta_policy, 1);
+  for (const auto& [name, number] : std::vector<std::pair<const char*, int>>{
+           {"default", 0}, {"efficiency", 1}, {"zero", 2}}) {
+    gflags::FlagSaver saver;
+    const absl::StatusOr<Options> options =
+        Parse({std::string("--nccl_cta_policy=") + name});
+    ASSERT_TRUE(options.ok()) << options.status();
+    EXPECT_EQ(options->nccl_cta_policy, number);
+  }
+}
+
 TEST_F(FlagsTest, WrongValuesNameTheirFlag) {
-  for (const char* flag :
-       {"--group=ucx", "--memory=vram", "--gpu_slots=0", "--gpu_slots=65",
-        "--nccl_max_ctas=0", "--nccl_max_ctas=33", "--pause_timeout=0s",
-        "--pause_timeout=soon", "--data_port_range=9-8",
-        "--data_port_range=65530-65536", "--data_port_range=0-5",
-        "--data_port_range=7000", "--labels=zone", "--keep_updates=0",
-        "--store_budget_bytes=-1", "--apply_attempts=0",
-        "--heartbeat_timeout=1s", "--peer_timeout=0s",
-        "--handshake_timeout=never"}) {
+  for (const char* flag : {"--group=ucx",
+                           "--memory=vram",
+                           "--gpu_slots=0",
+                           "--gpu_slots=65",
+                           "--nccl_max_ctas=0",
+                           "--nccl_max_ctas=33",
+                           "--nccl_cta_policy=all",
+                           "--pause_timeout=0s",
+                           "--pause_timeout=soon",
+                           "--data_port_range=9-8",
+                           "--data_port_range=65530-65536",
+                           "--data_port_range=0-5",
+                           "--data_port_range=7000",
+                           "--labels=zone",
+                           "--keep_updates=0",
+                           "--store_budget_bytes=-1",
+                           "--apply_attempts=0",
+                           "--heartbeat_timeout=1s",
+                           "--peer_timeout=0s",
+                           "--handshake_timeout=never"}) {
     gflags::FlagSaver saver;
     const absl::StatusOr<Options> options = Parse({flag});
     ASSERT_FALSE(options.ok()) << flag;

@@ -64,7 +64,11 @@ const GpuFigure kGpuFigures[] = {
      [](const v1::GpuUse& gpu) {
        return static_cast<double>(gpu.context_bytes());
      }},
-    {"gpu_nccl_bytes", "NCCL's staging memory and communicators.", kGauge,
+    {"gpu_nccl_bytes",
+     "NCCL's staging memory, and an estimate of its communicators: by how much "
+     "less of the GPU was free once they were made, other processes' "
+     "allocations of that time included.",
+     kGauge,
      [](const v1::GpuUse& gpu) {
        return static_cast<double>(gpu.nccl_bytes());
      }},

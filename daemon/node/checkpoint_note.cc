@@ -76,6 +76,19 @@ absl::Status Taken(const std::string& message) {
                    "CHECKPOINT_PATH_TAKEN", message);
 }
 
+const char* Called(RootedDirectory::Kind kind) {
+  switch (kind) {
+    case RootedDirectory::Kind::kFile:
+      return "a file";
+    case RootedDirectory::Kind::kDirectory:
+      return "a directory";
+    case RootedDirectory::Kind::kLink:
+      return "a symbolic link";
+    default:
+      return "no regular file";
+  }
+}
+
 absl::Status Walk(const RootedDirectory& root, const std::string& directory,
                   const std::string& prefix, int depth,
                   std::map<std::string, int64_t>* files) {
@@ -215,6 +228,14 @@ absl::Status CheckWritten(const RootedDirectory& root,
 
 absl::Status CheckReplaceable(const RootedDirectory& root,
                               const std::string& directory) {
+  const RootedDirectory::Kind kind = root.KindOf(directory);
+  if (kind == RootedDirectory::Kind::kNothing) return absl::OkStatus();
+  if (kind != RootedDirectory::Kind::kDirectory) {
+    return Taken(absl::StrCat(
+        directory, " is ", Called(kind),
+        " and no checkpoint, which would be a directory: it is not replaced; "
+        "give another path, or move or remove it first"));
+  }
   auto files = FilesOf(root, directory);
   if (!files.ok()) return files.status();
   if (files->empty()) return absl::OkStatus();
@@ -225,18 +246,27 @@ absl::Status CheckReplaceable(const RootedDirectory& root,
                            transport::IsWeightFile(file.first);
                   });
   if (!weights) {
-    return MakeError(absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
-                     absl::StrCat(directory,
-                                  " is there, and has no weights: it is not "
-                                  "replaced; give another path"));
+    return MakeError(
+        absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
+        absl::StrCat(directory, " is a directory without weights (it has ",
+                     files->begin()->first,
+                     "): it is not replaced; give another path, or move or "
+                     "remove it first"));
   }
   const auto note = ReadCheckpointNote(root, directory);
   for (const auto& file : *files) {
     if (file.first == kCheckpointNote) continue;
     if (note.has_value() && note->files.count(file.first) != 0) continue;
     if (file.second >= 0 && IsModelFile(file.first)) continue;
+    const std::string odd =
+        file.second >= 0 || absl::EndsWith(file.first, "/")
+            ? ""
+            : absl::StrCat(
+                  " (",
+                  Called(root.KindOf(absl::StrCat(directory, "/", file.first))),
+                  ")");
     return Taken(absl::StrCat(
-        directory, " has ", file.first,
+        directory, " has ", file.first, odd,
         ", which no checkpoint writes and which would be lost with it: give "
         "another path, or move or remove that first"));
   }
@@ -248,7 +278,13 @@ absl::Status CheckNotInside(const RootedDirectory& root,
   for (size_t slash = path.find('/'); slash != std::string::npos;
        slash = path.find('/', slash + 1)) {
     const std::string above = path.substr(0, slash);
-    if (!root.Exists(above)) return absl::OkStatus();
+    const RootedDirectory::Kind kind = root.KindOf(above);
+    if (kind == RootedDirectory::Kind::kNothing) return absl::OkStatus();
+    if (kind == RootedDirectory::Kind::kFile) {
+      return Taken(
+          absl::StrCat(above, " is a file, so that nothing can be saved at ",
+                       path, ": move or remove it, or give another path"));
+    }
     auto names = root.List(above);
     if (!names.ok()) return names.status();
     if (std::any_of(names->begin(), names->end(), IsWeight)) {

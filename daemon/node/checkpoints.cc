@@ -41,11 +41,6 @@ std::string Join(const std::string& directory, const std::string& name) {
   return absl::StrCat(directory, "/", name);
 }
 
-std::string DirectoryOf(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  return slash == std::string::npos ? std::string() : path.substr(0, slash);
-}
-
 absl::Duration TimeoutOf(bool has, const google::protobuf::Duration& timeout) {
   return has ? absl::Seconds(timeout.seconds()) +
                    absl::Nanoseconds(timeout.nanos())
@@ -350,9 +345,18 @@ absl::Status Checkpoints::Begin(const v1::WriteCheckpoint& command) {
   absl::Status place = CheckNotInside(**root, *path);
   if (!place.ok()) return place;
   if ((*root)->Exists(*path)) {
-    if (!command.overwrite()) return FileError("make", *path, EEXIST);
     place = CheckReplaceable(**root, *path);
-    if (!place.ok()) return place;
+    if (command.overwrite()) {
+      if (!place.ok()) return place;
+    } else if (place.ok()) {
+      return FileError("make", *path, EEXIST);
+    } else {
+      // Nobody shall be sent from one refusal to the next.
+      return MakeError(
+          absl::StatusCode::kAlreadyExists, "CHECKPOINT_EXISTS",
+          absl::StrCat(*path, " is there already, and overwrite would not ",
+                       "replace it: ", place.message()));
+    }
   }
   if (!command.template_path().empty()) {
     auto names = (*root)->List(command.template_path());
@@ -383,11 +387,7 @@ absl::Status Checkpoints::MakeFiles(const RootedDirectory& root,
                                     const v1::WriteCheckpoint& command,
                                     const Plan& plan) {
   const std::string& temporary = command.checkpoint().path();
-  const std::string parent = DirectoryOf(temporary);
-  absl::Status status = parent.empty()
-                            ? absl::OkStatus()
-                            : root.MakeDirectory(parent, /*fresh=*/false);
-  if (status.ok()) status = root.MakeDirectory(temporary, /*fresh=*/true);
+  absl::Status status = MakeTemporary(root, temporary, command.path());
   if (status.ok()) {
     status =
         root.WriteNewFile(Join(temporary, command.checkpoint().marker()), "");
@@ -609,11 +609,14 @@ absl::Status Checkpoints::GiveUp(const v1::CompleteCheckpoint& command) {
     return absl::OkStatus();
   }
   status = CheckWritten(**root, command.path(), *note);
-  return status.ok() ? (*root)->RemoveTree(command.path()) : status;
+  if (status.ok()) status = (*root)->RemoveTree(command.path());
+  if (status.ok()) RemoveMade(**root, command.path());
+  return status;
 }
 
 absl::Status Checkpoints::Remove(const std::string& temporary, bool keep) {
   bool made = false;
+  std::string path;
   {
     absl::MutexLock lock(&mutex_);
     auto it = jobs_.find(temporary);
@@ -626,6 +629,7 @@ absl::Status Checkpoints::Remove(const std::string& temporary, bool keep) {
     it = jobs_.find(temporary);
     if (it == jobs_.end()) return absl::OkStatus();
     made = it->second.made;
+    path = it->second.path;
   }
   if (made) {
     auto root = Root();
@@ -633,6 +637,7 @@ absl::Status Checkpoints::Remove(const std::string& temporary, bool keep) {
     if (status.ok() && !keep) status = (*root)->RemoveTree(temporary);
     // Noted still: the next start tries again.
     if (!status.ok()) return status;
+    RemoveMade(**root, path);
     ForgetJob(temporary);
   }
   StorePin pin;

@@ -125,6 +125,15 @@ class Checkpoints {
   absl::Status Begin(const v1::WriteCheckpoint& command);
   absl::Status MakeFiles(const transport::RootedDirectory& root,
                          const v1::WriteCheckpoint& command, const Plan& plan);
+  // With the directories above it that are missing.
+  absl::Status MakeTemporary(const transport::RootedDirectory& root,
+                             const std::string& temporary,
+                             const std::string& path)
+      ABSL_LOCKS_EXCLUDED(directories_mutex_);
+  // Those that were made for the checkpoint at `path`, and hold nothing now.
+  void RemoveMade(const transport::RootedDirectory& root,
+                  const std::string& path)
+      ABSL_LOCKS_EXCLUDED(directories_mutex_);
   absl::StatusOr<int64_t> Write(const v1::WriteCheckpoint& command,
                                 const CancelFlag& cancel);
   absl::StatusOr<int> Complete(const v1::CompleteCheckpoint& command,
@@ -164,6 +173,12 @@ class Checkpoints {
     bool done = false;
   };
   std::list<Thread> threads_ ABSL_GUARDED_BY(mutex_);
+
+  // No job of this node makes a directory while another removes it as empty.
+  absl::Mutex directories_mutex_;
+  // By the checkpoint's path, outermost first.
+  std::deque<std::pair<std::string, std::vector<std::string>>> made_directories_
+      ABSL_GUARDED_BY(directories_mutex_);
 
   absl::Mutex notes_mutex_;
   std::map<std::string, std::string> notes_ ABSL_GUARDED_BY(notes_mutex_);

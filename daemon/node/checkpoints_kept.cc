@@ -1,5 +1,5 @@
 // What stays of checkpoints: those of older updates are removed, and so is what
-// a daemon that was killed has left.
+// a daemon that was killed has left, and what one that was given up had made.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -27,9 +27,18 @@ using transport::RootedDirectory;
 using transport::UniqueFd;
 
 constexpr char kRemovedSuffix[] = ".weightsync-removed";
+// To make a directory while others remove it as empty.
+constexpr int kMakeAttempts = 5;
+// Of checkpoints whose directories were made for them.
+constexpr size_t kRememberedDirectories = 64;
 
 std::string Join(const std::string& directory, const std::string& name) {
   return absl::StrCat(directory, "/", name);
+}
+
+std::string DirectoryOf(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? std::string() : path.substr(0, slash);
 }
 
 std::string LastPart(const std::string& path) {
@@ -88,6 +97,53 @@ void Checkpoints::Prune(const v1::PruneCheckpoints& command) {
     if (status.ok()) status = (*root)->RemoveTree(removed);
     LOG_IF(WARNING, !status.ok()) << path << " is not removed: " << status;
     LOG_IF(INFO, status.ok()) << "removed " << path << ", an older update's";
+  }
+}
+
+// ---- Directories that hold checkpoints ----
+
+absl::Status Checkpoints::MakeTemporary(const RootedDirectory& root,
+                                        const std::string& temporary,
+                                        const std::string& path) {
+  const std::string parent = DirectoryOf(temporary);
+  absl::Status status;
+  for (int attempt = 0; attempt < kMakeAttempts; ++attempt) {
+    absl::MutexLock lock(&directories_mutex_);
+    std::vector<std::string> made;
+    for (size_t slash = parent.find('/'); !parent.empty();
+         slash = parent.find('/', slash + 1)) {
+      const std::string above = parent.substr(0, slash);
+      if (!root.Exists(above)) made.push_back(above);
+      if (slash == std::string::npos) break;
+    }
+    if (!made.empty()) {
+      made_directories_.emplace_back(path, std::move(made));
+      if (made_directories_.size() > kRememberedDirectories) {
+        made_directories_.pop_front();
+      }
+    }
+    status = parent.empty() ? absl::OkStatus()
+                            : root.MakeDirectory(parent, /*fresh=*/false);
+    if (status.ok()) status = root.MakeDirectory(temporary, /*fresh=*/true);
+    // Another node may have removed one that it had made, and found empty.
+    if (!absl::IsNotFound(status)) break;
+  }
+  return status;
+}
+
+void Checkpoints::RemoveMade(const RootedDirectory& root,
+                             const std::string& path) {
+  absl::MutexLock lock(&directories_mutex_);
+  for (auto it = made_directories_.begin(); it != made_directories_.end();) {
+    if (it->first == path) {
+      std::vector<std::string>& made = it->second;
+      while (!made.empty() && root.RemoveIfEmpty(made.back())) made.pop_back();
+      if (made.empty()) {
+        it = made_directories_.erase(it);
+        continue;
+      }
+    }
+    ++it;
   }
 }
 

@@ -2,19 +2,13 @@
 
 #include "daemon/node/checkpoints.h"
 
-#include <signal.h>
-#include <sys/mount.h>
-#include <sys/resource.h>
-#include <unistd.h>
-
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/node/checkpoints_testing.h"
 #include "daemon/node/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -25,126 +19,19 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
+using ::testing::AllOf;
+using testing::CheckpointsTest;
 using ::testing::HasSubstr;
 using testing::ModelBuilder;
 using testing::ModelBytes;
+using ::testing::Not;
+using testing::OneSource;
+using testing::OneWriterTest;
+using testing::ReadAll;
 using testing::TestNode;
 using testing::TestUpdate;
 
 namespace fs = std::filesystem;
-
-std::string ReadAll(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(file), {});
-}
-
-class CheckpointsTest : public ::testing::Test {
- protected:
-  CheckpointsTest() {
-    std::string pattern = ::testing::TempDir() + "/checkpointsXXXXXX";
-    directory_ = mkdtemp(&pattern[0]);
-    fs::create_directory(directory_ / "root");
-    fs::create_directory(directory_ / "state");
-  }
-  ~CheckpointsTest() override {
-    umount2(root().c_str(), MNT_DETACH);
-    fs::remove_all(directory_);
-  }
-
-  fs::path root() const { return directory_ / "root"; }
-  TestNode::Options Options(const std::string& state = "") const {
-    TestNode::Options options;
-    options.checkpoint_root = root();
-    options.state_dir = state.empty() ? "" : (directory_ / state).string();
-    return options;
-  }
-  v1::WriteCheckpoint WriteCommand(const v1::DefineLayout& define,
-                                   v1::WriteCheckpoint::Step step) {
-    v1::WriteCheckpoint command;
-    command.set_command_id(absl::StrCat("c", ++commands_));
-    command.set_step(step);
-    command.set_model(define.model());
-    command.set_update_id("u");
-    command.set_layout_id(define.layout_id());
-    command.mutable_checkpoint()->set_path("runs/.7.tmp");
-    command.mutable_checkpoint()->set_marker(".marker");
-    command.set_max_shard_bytes(400000);
-    command.set_path("runs/7");
-    return command;
-  }
-  v1::CompleteCheckpoint CompleteCommand(const v1::DefineLayout& define) {
-    v1::CompleteCheckpoint command;
-    command.set_command_id(absl::StrCat("c", ++commands_));
-    command.set_model(define.model());
-    command.set_layout_id(define.layout_id());
-    command.mutable_checkpoint()->set_path("runs/.7.tmp");
-    command.mutable_checkpoint()->set_marker(".marker");
-    command.set_max_shard_bytes(400000);
-    command.set_path("runs/7");
-    return command;
-  }
-  // What it answers.
-  v1::CheckpointWritten Do(TestNode* node, const v1::WriteCheckpoint& command) {
-    node->checkpoints().WriteCheckpoint(command);
-    return Wait(node, command.command_id());
-  }
-  v1::CheckpointWritten Do(TestNode* node,
-                           const v1::CompleteCheckpoint& command) {
-    node->checkpoints().CompleteCheckpoint(command);
-    return Wait(node, command.command_id());
-  }
-  v1::CheckpointWritten Wait(TestNode* node, const std::string& id) {
-    return node
-        ->WaitFor([&id](const v1::NodeReport& report) {
-          return report.checkpoint_written().command_id() == id;
-        })
-        .checkpoint_written();
-  }
-  // The buckets that the node's ranks send.
-  static std::vector<int32_t> BucketsOf(const v1::DefineLayout& define,
-                                        const std::string& node) {
-    auto layout = ComputeNodeLayout(define, node);
-    EXPECT_TRUE(layout.ok());
-    return layout->LocalSourceBuckets();
-  }
-  // Whether the files at `path` have exactly the model's tensors.
-  void ExpectHolds(const std::string& path, const v1::DefineLayout& define,
-                   const ModelBytes& model) {
-    auto root = transport::RootedDirectory::Open(this->root());
-    ASSERT_TRUE(root.ok());
-    auto read = transport::ReadCheckpointHeaders(**root, path);
-    ASSERT_TRUE(read.ok()) << read.status();
-    int tensors = 0;
-    for (const transport::CheckpointFile& file : read->files) {
-      const std::string bytes = ReadAll(this->root() / file.path);
-      for (const transport::SafetensorsTensor& tensor : file.tensors) {
-        for (int i = 0; i < define.catalog_size(); ++i) {
-          if (define.catalog(i).name() != tensor.name) continue;
-          ++tensors;
-          EXPECT_TRUE(
-              bytes.substr(static_cast<size_t>(tensor.begin),
-                           static_cast<size_t>(tensor.end - tensor.begin)) ==
-              model.tensor(i))
-              << tensor.name;
-        }
-      }
-    }
-    EXPECT_EQ(tensors, define.catalog_size());
-  }
-
-  fs::path directory_;
-  int commands_ = 0;
-};
-
-// All ranks on one node, two workers on another.
-v1::DefineLayout OneSource() {
-  return ModelBuilder()
-      .SmallModel(4)
-      .FsdpRanks("a", 3)
-      .TensorParallelWorker("b", 0, 2)
-      .TensorParallelWorker("b", 1, 2)
-      .Build();
-}
 
 TEST_F(CheckpointsTest, NodesWriteTheirPartsOfOneCheckpoint) {
   // Both halves of every matrix along its last dimension are on another node:
@@ -209,34 +96,6 @@ TEST_F(CheckpointsTest, NodesWriteTheirPartsOfOneCheckpoint) {
               HasSubstr("weight_map"));
 }
 
-class OneWriterTest : public CheckpointsTest {
- protected:
-  // An update that is committed on node `a`.
-  void Start(const std::string& state = "") {
-    a_ = std::make_unique<TestNode>("a", Options(state));
-    TestNode b("b", Options());
-    TestUpdate update(define_, "u", 1, {a_.get(), &b});
-    ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model_));
-    update.End(true);
-    buckets_ = BucketsOf(define_, "a");
-  }
-  v1::CheckpointWritten WriteAll() {
-    auto write = WriteCommand(define_, v1::WriteCheckpoint::STEP_WRITE);
-    for (const int32_t bucket : buckets_) write.add_buckets(bucket);
-    return Do(a_.get(), write);
-  }
-  v1::CheckpointWritten Begin(bool overwrite = false) {
-    auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
-    begin.set_overwrite(overwrite);
-    return Do(a_.get(), begin);
-  }
-
-  const v1::DefineLayout define_ = OneSource();
-  const ModelBytes model_{define_, 3};
-  std::unique_ptr<TestNode> a_;
-  std::vector<int32_t> buckets_;
-};
-
 TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
   ASSERT_NO_FATAL_FAILURE(Start());
   for (const bool overwrite : {false, true}) {
@@ -251,8 +110,14 @@ TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
     std::ofstream(root() / "runs/7/config.json") << "{}";
   }
   EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
-  // Nothing goes that no checkpoint writes.
+  EXPECT_THAT(Begin().failure().message(), HasSubstr("or say overwrite"));
+  // Nothing goes that no checkpoint writes, and nobody is told that it would.
   std::ofstream(root() / "runs/7/optimizer.pt") << "weeks of training";
+  EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
+  EXPECT_THAT(Begin().failure().message(),
+              AllOf(HasSubstr("overwrite would not replace it: runs/7 has "
+                              "optimizer.pt"),
+                    Not(HasSubstr("say overwrite"))));
   const v1::Failure mine = Begin(true).failure();
   EXPECT_EQ(mine.reason(), "CHECKPOINT_PATH_TAKEN");
   EXPECT_THAT(mine.message(), HasSubstr("runs/7 has optimizer.pt"));
@@ -262,6 +127,84 @@ TEST_F(OneWriterTest, OverwritesAtOnceAndOnlyACheckpoint) {
   EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_EXISTS");
   EXPECT_TRUE(fs::exists(root() / "runs/7/thesis.tex"));
   EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
+}
+
+TEST_F(OneWriterTest, WhatIsNoDirectoryIsCalledWhatItIs) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  fs::create_directories(root() / "runs");
+  std::ofstream(root() / "runs/7") << "notes";
+  EXPECT_EQ(Begin().failure().reason(), "CHECKPOINT_EXISTS");
+  EXPECT_THAT(Begin().failure().message(),
+              AllOf(HasSubstr("runs/7 is a file and no checkpoint"),
+                    Not(HasSubstr("say overwrite"))));
+  EXPECT_EQ(Begin(true).failure().reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_THAT(Begin(true).failure().message(),
+              HasSubstr("runs/7 is a file and no checkpoint"));
+  fs::remove(root() / "runs/7");
+  fs::create_directory_symlink("/tmp", root() / "runs/7");
+  EXPECT_THAT(Begin(true).failure().message(),
+              HasSubstr("runs/7 is a symbolic link and no checkpoint"));
+  fs::remove(root() / "runs/7");
+  // A file on the way there.
+  std::ofstream(root() / "file") << "notes";
+  auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+  begin.set_path("file/7");
+  begin.mutable_checkpoint()->set_path("file/.7.tmp");
+  const v1::Failure below = Do(a_.get(), begin).failure();
+  EXPECT_EQ(below.reason(), "CHECKPOINT_PATH_TAKEN");
+  EXPECT_THAT(below.message(), HasSubstr("file is a file, so that nothing can "
+                                         "be saved at file/7"));
+  // Beside weights of ours.
+  ASSERT_EQ(Begin().failure().message(), "");
+  ASSERT_EQ(WriteAll().failure().message(), "");
+  ASSERT_EQ(Do(a_.get(), CompleteCommand(define_)).failure().message(), "");
+  fs::create_symlink("/etc/passwd", root() / "runs/7/config.json");
+  EXPECT_THAT(Begin(true).failure().message(),
+              HasSubstr("runs/7 has config.json (a symbolic link)"));
+}
+
+// Neither a save nor an update that came to nothing leaves anything behind.
+TEST_F(OneWriterTest, DirectoriesThatWereMadeForNothingAreRemoved) {
+  ASSERT_NO_FATAL_FAILURE(Start());
+  fs::create_directories(root() / "mine");
+  auto begin = WriteCommand(define_, v1::WriteCheckpoint::STEP_BEGIN);
+  begin.set_path("mine/updates/m/7");
+  begin.mutable_checkpoint()->set_path("mine/updates/m/.7.tmp");
+  auto complete = CompleteCommand(define_);
+  complete.set_path(begin.path());
+  complete.mutable_checkpoint()->set_path(begin.checkpoint().path());
+  complete.set_update_id("u");
+  complete.set_version(7);
+  for (const bool written : {false, true}) {
+    begin.set_command_id(absl::StrCat("begin", written));
+    ASSERT_EQ(Do(a_.get(), begin).failure().message(), "");
+    EXPECT_TRUE(fs::exists(root() / "mine/updates/m/.7.tmp"));
+    if (written) {
+      auto write = WriteCommand(define_, v1::WriteCheckpoint::STEP_WRITE);
+      *write.mutable_checkpoint() = begin.checkpoint();
+      write.set_path(begin.path());
+      for (const int32_t bucket : buckets_) write.add_buckets(bucket);
+      ASSERT_EQ(Do(a_.get(), write).failure().message(), "");
+      complete.set_command_id("complete");
+      ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
+      EXPECT_TRUE(fs::exists(root() / "mine/updates/m/7"));
+    }
+    auto give_up = complete;
+    give_up.set_give_up(true);
+    give_up.set_command_id(absl::StrCat("give_up", written));
+    ASSERT_EQ(Do(a_.get(), give_up).failure().message(), "");
+    EXPECT_FALSE(fs::exists(root() / "mine/updates")) << written;
+    EXPECT_TRUE(fs::exists(root() / "mine")) << "it was there before";
+  }
+  // What somebody has put there meanwhile stays.
+  begin.set_command_id("begin3");
+  ASSERT_EQ(Do(a_.get(), begin).failure().message(), "");
+  std::ofstream(root() / "mine/updates/notes") << "kept";
+  complete.set_give_up(true);
+  complete.set_command_id("give_up3");
+  ASSERT_EQ(Do(a_.get(), complete).failure().message(), "");
+  EXPECT_FALSE(fs::exists(root() / "mine/updates/m"));
+  EXPECT_TRUE(fs::exists(root() / "mine/updates/notes"));
 }
 
 TEST_F(OneWriterTest, ACheckpointInsideOfAnotherIsNeitherMadeNorLost) {
@@ -343,35 +286,6 @@ TEST_F(OneWriterTest, WhatAKilledDaemonHasLeftIsRemovedAtItsNextStart) {
   EXPECT_FALSE(fs::exists(root() / "runs/.8.tmp"));
   // It was killed while it put the new one in place of the old one.
   EXPECT_EQ(ReadAll(root() / "runs/8/model.safetensors"), "old");
-}
-
-TEST_F(OneWriterTest, AFullDiskLeavesTheOldOneWhole) {
-  ASSERT_NO_FATAL_FAILURE(Start());
-  ASSERT_EQ(Begin().failure().message(), "");
-  ASSERT_EQ(WriteAll().failure().message(), "");
-  ASSERT_EQ(Do(a_.get(), CompleteCommand(define_)).failure().message(), "");
-  // As a full disk does, but for this process alone.
-  signal(SIGXFSZ, SIG_IGN);
-  rlimit before;
-  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
-  rlimit small = before;
-  small.rlim_cur = 100000;
-  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
-  const v1::CheckpointWritten full = Begin(true);
-  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
-  EXPECT_EQ(full.failure().reason(), "DISK_FULL");
-  EXPECT_EQ(full.failure().code(), 8);
-  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
-  ExpectHolds("runs/7", define_, model_);
-}
-
-TEST_F(OneWriterTest, ADiskThatIsReallyFull) {
-  if (mount("none", root().c_str(), "tmpfs", 0, "size=64k") != 0) {
-    GTEST_SKIP() << "needs root";
-  }
-  ASSERT_NO_FATAL_FAILURE(Start());
-  EXPECT_EQ(Begin().failure().reason(), "DISK_FULL");
-  EXPECT_FALSE(fs::exists(root() / "runs/.7.tmp"));
 }
 
 TEST_F(OneWriterTest, BadPaths) {

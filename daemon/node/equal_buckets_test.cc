@@ -1,6 +1,5 @@
 // What did not change since the update before it: kept once, and not sent.
 
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -9,6 +8,7 @@
 #include "daemon/node/mover.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace daemon {
@@ -19,21 +19,7 @@ using testing::ModelBuilder;
 using testing::ModelBytes;
 using testing::TestNode;
 using testing::TestUpdate;
-
-int64_t UsedBytes(TestNode& node) {
-  v1::MemoryUse use;
-  node.store().FillMemoryUse(&use);
-  return use.store_used_bytes();
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + kDeadline;
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-  return true;
-}
+using transport::Eventually;
 
 v1::DefineLayout TwoReceivers() {
   return ModelBuilder()
@@ -79,9 +65,9 @@ TEST(EqualBuckets, AreKeptOnceAndDoNotTravel) {
         return !held.empty() && held[0].version() == version;
       }));
     }
-    if (version == 1) one = UsedBytes(b);
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(b) == one; }))
-        << UsedBytes(b) << " after version " << version << ", one takes "
+    if (version == 1) one = b.UsedBytes();
+    EXPECT_TRUE(Eventually([&] { return b.UsedBytes() == one; }))
+        << b.UsedBytes() << " after version " << version << ", one takes "
         << one;
     update.ExpectWorkersEqual(model);
   }
@@ -142,14 +128,14 @@ TEST(EqualBuckets, OfAnUpdateThatChangedOneOnlyThatOneTravels) {
         return !held.empty() && held[0].version() == version;
       }));
     }
-    if (version == 1) one = UsedBytes(b);
+    if (version == 1) one = b.UsedBytes();
     if (version == 3) {
       // Two versions are kept, and what they have in common once.
       EXPECT_TRUE(Eventually([&] {
-        return UsedBytes(b) <= one + 2 * changed_bytes;
-      })) << UsedBytes(b)
+        return b.UsedBytes() <= one + 2 * changed_bytes;
+      })) << b.UsedBytes()
           << ", one takes " << one;
-      EXPECT_GE(UsedBytes(b), one + changed_bytes);
+      EXPECT_GE(b.UsedBytes(), one + changed_bytes);
     }
   }
 }

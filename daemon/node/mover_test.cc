@@ -14,6 +14,7 @@
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 #include "transport/fault/fault_policy.h"
 
 namespace weightsync {
@@ -26,6 +27,7 @@ using testing::ModelBytes;
 using testing::RankMemory;
 using testing::TestNode;
 using testing::TestUpdate;
+using transport::Eventually;
 using transport::FaultRules;
 using transport::ReasonOf;
 
@@ -76,22 +78,6 @@ FaultRules::Rule Parse(const std::string& text) {
   auto rules = FaultRules::Parse(text);
   EXPECT_TRUE(rules.ok()) << rules.status();
   return (*rules)[0];
-}
-
-int64_t UsedBytes(TestNode& node) {
-  v1::MemoryUse use;
-  node.store().FillMemoryUse(&use);
-  return use.store_used_bytes();
-}
-
-// Until what ends in the background has ended.
-bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + kDeadline;
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-  return true;
 }
 
 TEST(Mover, EveryWorkerGetsExactlyTheTrainersBytes) {
@@ -245,7 +231,7 @@ TEST(Mover, AnUpdateOverTheBudgetIsRefusedAndDisturbsNobody) {
       << refused.failure().message();
   update.End(false);
   EXPECT_TRUE(
-      Eventually([&] { return UsedBytes(a) == 0 && UsedBytes(c) == 0; }));
+      Eventually([&] { return a.UsedBytes() == 0 && c.UsedBytes() == 0; }));
 
   const v1::DefineLayout fits = ModelBuilder("models/n")
                                     .SmallModel()
@@ -283,7 +269,7 @@ TEST(Mover, AbortInTheMiddleFreesEverything) {
   const absl::Time start = absl::Now();
   update.End(false);
   for (TestNode* node : {&a, &b, &c}) {
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(*node) == 0; }))
+    EXPECT_TRUE(Eventually([&] { return node->UsedBytes() == 0; }))
         << node->name();
   }
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
@@ -319,7 +305,7 @@ TEST(Mover, ARankThatDiesFailsItsSnapshot) {
       [](const v1::NodeReport& r) { return r.has_rank_snapshotted(); });
   EXPECT_EQ(report.rank_snapshotted().failure().reason(), "RANK_LOST");
   update.End(false);
-  EXPECT_TRUE(Eventually([&] { return UsedBytes(a) == 0; }));
+  EXPECT_TRUE(Eventually([&] { return a.UsedBytes() == 0; }));
 }
 
 // b is in the middle of the chain to c. It vanishes; c gets the rest on another
@@ -506,7 +492,7 @@ TEST(Mover, ADryRunMakesMemoryAndLeavesNoUpdate) {
     end.set_model(define.model());
     end.set_update_id("really-dry");
     node->mover().EndUpdate(end);
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(*node) == 0; }));
+    EXPECT_TRUE(Eventually([&] { return node->UsedBytes() == 0; }));
     EXPECT_FALSE(node->store().ArenaIds().empty());
   }
 }
@@ -551,7 +537,7 @@ TEST(Mover, ShutdownEndsInTheMiddle) {
   const absl::Time start = absl::Now();
   for (TestNode* node : {&a, &b, &c}) node->mover().Shutdown();
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
-  for (TestNode* node : {&a, &b, &c}) EXPECT_EQ(UsedBytes(*node), 0);
+  for (TestNode* node : {&a, &b, &c}) EXPECT_EQ(node->UsedBytes(), 0);
   // Afterwards it says so.
   b.TakeReports();
   b.mover().PrepareUpdate(update.PrepareCommand(&b));

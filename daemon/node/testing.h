@@ -127,6 +127,8 @@ class TestNode : public Store::Observer {
   const std::string& name() const { return name_; }
   LayoutBook& layouts() { return layouts_; }
   Store& store() { return *store_; }
+  // Of the store.
+  int64_t UsedBytes() const;
   Mover& mover() { return *mover_; }
   Checkpoints& checkpoints() { return *checkpoints_; }
   transport::HostMemory& memory() { return memory_; }

@@ -204,24 +204,24 @@ v1::NodeHeartbeat Agent::MakeHeartbeat() {
 }
 
 absl::StatusOr<NodeFigures> Agent::AskFigures(absl::Duration timeout) {
-  struct Answer {
-    NodeFigures figures;
-    absl::Notification there;
+  auto figures = std::make_shared<NodeFigures>();
+  const auto look = [this, figures] {
+    figures->memory = MemoryUse();
+    figures->coordinator_silence = absl::Now() - link_.heard();
+    figures->replica_alarms = replicas_.alarms();
   };
-  auto answer = std::make_shared<Answer>();
-  loop_.Post([this, answer] {
-    answer->figures.memory = MemoryUse();
-    answer->figures.coordinator_silence = absl::Now() - link_.heard();
-    answer->figures.replica_alarms = replicas_.alarms();
-    answer->there.Notify();
-  });
-  if (!answer->there.WaitForNotificationWithTimeout(timeout)) {
-    return ErrorStatus(
-        absl::StatusCode::kUnavailable, "NODE_BUSY",
-        absl::StrCat("node ", options_.node, " has not answered itself within ",
-                     absl::FormatDuration(timeout), ": see its log"));
+  switch (asker_.Ask(look, timeout)) {
+    case Asker::Outcome::kDone:
+      return std::move(*figures);
+    case Asker::Outcome::kEnding:
+      return ShuttingDown();
+    case Asker::Outcome::kLate:
+      break;
   }
-  return std::move(answer->figures);
+  return ErrorStatus(
+      absl::StatusCode::kUnavailable, "NODE_BUSY",
+      absl::StrCat("node ", options_.node, " has not answered itself within ",
+                   absl::FormatDuration(timeout), ": see its log"));
 }
 
 v1::MemoryUse Agent::MemoryUse() {

@@ -25,6 +25,7 @@
 #include "daemon/node/placement.h"
 #include "daemon/node/store.h"
 #include "daemon/options.h"
+#include "daemon/service/asker.h"
 #include "daemon/service/loop.h"
 #include "daemon/service/node_context.h"
 #include "daemon/service/node_link.h"
@@ -87,8 +88,11 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   void StopLoops();
 
   // How it is, now. From any other thread than the loop's. UNAVAILABLE
-  // (NODE_BUSY): the loop has not come to it in `timeout`.
+  // (NODE_BUSY): the loop has not come to it in `timeout`; (SHUTTING_DOWN): nor
+  // when EndAsking's time had come.
   absl::StatusOr<NodeFigures> AskFigures(absl::Duration timeout);
+  // Whoever asks is not waited for longer.
+  void EndAsking(absl::Time deadline) { asker_.EndBy(deadline); }
 
   // Runs `task` on the loop.
   void Post(Loop::Task task) { loop_.Post(std::move(task)); }
@@ -125,6 +129,7 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // first of all are stopped in Shutdown and StopLoops.
   LayoutBook layouts_;
   Loop loop_{"ws-node"};
+  Asker asker_{&loop_};
   Loop data_{"ws-data"};
   Loop reserving_{"ws-reserve"};
   TaskThreads copies_{"ws-snapshot"};

@@ -19,20 +19,27 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "absl/types/optional.h"
 #include "proto/status.h"
 
 namespace weightsync {
 namespace daemon {
 namespace {
 
-absl::Status Invalid(absl::string_view text) {
-  return ErrorStatus(
-      absl::StatusCode::kInvalidArgument, "ADDRESS_INVALID",
-      absl::StrCat(
-          "\"", text,
-          "\" is no address; give a numeric one such as 127.0.0.1:7670, "
-          "[::1]:7670 or 10.0.0.4:7670"));
+absl::Status Invalid(absl::string_view flag, const std::string& why) {
+  return ErrorStatus(absl::StatusCode::kInvalidArgument, "ADDRESS_INVALID",
+                     absl::StrCat("--", flag, why));
 }
+
+absl::Status NoAddress(absl::string_view flag, absl::string_view text,
+                       absl::string_view examples) {
+  return Invalid(flag, absl::StrCat("=", text,
+                                    " is no address; give a numeric one such "
+                                    "as ",
+                                    examples));
+}
+
+constexpr char kWithPort[] = "127.0.0.1:7670, [::1]:7670 or 10.0.0.4:7670";
 
 absl::Status SystemError(absl::string_view reason, absl::string_view what) {
   const int error = errno;
@@ -47,7 +54,9 @@ std::string HostPort::text() const {
                                       : absl::StrCat(host, ":", port);
 }
 
-absl::StatusOr<HostPort> ParseHost(absl::string_view text) {
+namespace {
+
+absl::optional<HostPort> Host(absl::string_view text) {
   HostPort address;
   address.host = text == "localhost" ? "127.0.0.1" : std::string(text);
   in_addr v4;
@@ -59,27 +68,72 @@ absl::StatusOr<HostPort> ParseHost(absl::string_view text) {
     address.loopback = IN6_IS_ADDR_LOOPBACK(&v6);
     address.wildcard = IN6_IS_ADDR_UNSPECIFIED(&v6);
   } else {
-    return Invalid(text);
+    return absl::nullopt;
   }
   return address;
 }
 
-absl::StatusOr<HostPort> ParseHostPort(absl::string_view text) {
+}  // namespace
+
+absl::StatusOr<HostPort> ParseHost(absl::string_view text,
+                                   absl::string_view flag) {
+  auto address = Host(text);
+  if (!address.has_value()) {
+    return NoAddress(flag, text, "127.0.0.1, ::1 or 10.0.0.4");
+  }
+  return *std::move(address);
+}
+
+absl::StatusOr<HostPort> ParseHostPort(absl::string_view text,
+                                       absl::string_view flag) {
   const size_t colon = text.rfind(':');
   int port;
   if (colon == absl::string_view::npos ||
       !absl::SimpleAtoi(text.substr(colon + 1), &port) || port < 0 ||
       port > 65535) {
-    return Invalid(text);
+    return NoAddress(flag, text, kWithPort);
   }
   absl::string_view host = text.substr(0, colon);
   const bool bracketed = absl::ConsumePrefix(&host, "[");
-  if (bracketed != absl::ConsumeSuffix(&host, "]")) return Invalid(text);
-  absl::StatusOr<HostPort> address = ParseHost(host);
-  if (!address.ok() || bracketed != absl::StrContains(address->host, ":"))
-    return Invalid(text);
+  if (bracketed != absl::ConsumeSuffix(&host, "]")) {
+    return NoAddress(flag, text, kWithPort);
+  }
+  auto address = Host(host);
+  if (!address.has_value() ||
+      bracketed != absl::StrContains(address->host, ":")) {
+    return NoAddress(flag, text, kWithPort);
+  }
   address->port = port;
-  return address;
+  return *std::move(address);
+}
+
+absl::Status CheckApart(absl::Span<const ListenFlag> places) {
+  for (size_t i = 0; i < places.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      const HostPort& a = places[j].address;
+      const HostPort& b = places[i].address;
+      const bool family =
+          absl::StrContains(a.host, ":") == absl::StrContains(b.host, ":");
+      if (a.port == 0 || a.port != b.port || !family ||
+          !(a.host == b.host || a.wildcard || b.wildcard)) {
+        continue;
+      }
+      const std::string places_text =
+          a.text() == b.text() ? a.text()
+                               : absl::StrCat(a.text(), " and ", b.text());
+      if (places[i].flag == places[j].flag) {
+        return Invalid(places[i].flag,
+                       absl::StrCat(" names ", places_text,
+                                    ", which is one place twice: name it once, "
+                                    "or give another port"));
+      }
+      return Invalid(
+          places[j].flag,
+          absl::StrCat(" and --", places[i].flag, " both name ", places_text,
+                       ": give one of them another port"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckDialled(absl::string_view address) {
@@ -115,11 +169,14 @@ absl::Status CheckReach(const HostPort& address, bool insecure,
       absl::StrCat(
           "--", flag, "=", address.host,
           " can be reached from other machines, and there is no TLS yet: "
-          "whoever reaches it can read and replace weights. Say --insecure "
-          "if that is as it should be"));
+          "whoever reaches it can ",
+          flag == "http_address"
+              ? "read the figures of this node (nothing can be changed there)"
+              : "read and replace weights",
+          ". Say --insecure if that is as it should be"));
 }
 
-absl::Status WhyNotListen(const HostPort& address) {
+absl::Status WhyNotListen(const HostPort& address, absl::string_view flag) {
   sockaddr_storage storage = {};
   socklen_t size;
   auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
@@ -144,19 +201,18 @@ absl::Status WhyNotListen(const HostPort& address) {
     return absl::OkStatus();
   }
   if (errno == EADDRNOTAVAIL) {
-    return ErrorStatus(absl::StatusCode::kInvalidArgument, "ADDRESS_INVALID",
-                       absl::StrCat(address.host,
-                                    " is not an address of this machine; `ip "
-                                    "address` shows which ones are"));
+    return Invalid(flag, absl::StrCat("=", address.host,
+                                      " is not an address of this machine; `ip "
+                                      "address` shows which ones are"));
   }
   if (errno == EADDRINUSE) {
     return ErrorStatus(
         absl::StatusCode::kAlreadyExists, "SOCKET_IN_USE",
         absl::StrCat("another process listens at ", address.text(),
-                     "; end it, or give this daemon another --listen"));
+                     "; end it, or give this daemon another --", flag));
   }
-  return SystemError("LISTEN_FAILED",
-                     absl::StrCat("cannot listen at ", address.text()));
+  return SystemError("LISTEN_FAILED", absl::StrCat("cannot listen at --", flag,
+                                                   "=", address.text()));
 }
 
 absl::Status MakeDirectories(const std::string& directory, int mode) {

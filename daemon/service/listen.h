@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace weightsync {
 namespace daemon {
@@ -25,12 +26,26 @@ struct HostPort {
   std::string text() const;
 };
 
+// `flag` of all of these, "listen": what the address was given with, for the
+// sentence.
+
 // "host:port" or "[host]:port" with a numeric host, or "localhost:port".
 //   INVALID_ARGUMENT (ADDRESS_INVALID).
-absl::StatusOr<HostPort> ParseHostPort(absl::string_view text);
+absl::StatusOr<HostPort> ParseHostPort(absl::string_view text,
+                                       absl::string_view flag);
 
 // A numeric host without a port.
-absl::StatusOr<HostPort> ParseHost(absl::string_view text);
+absl::StatusOr<HostPort> ParseHost(absl::string_view text,
+                                   absl::string_view flag);
+
+// An address that somebody shall listen at.
+struct ListenFlag {
+  std::string flag;
+  HostPort address;
+};
+// INVALID_ARGUMENT (ADDRESS_INVALID) where two of them are the same place, or
+// one is all of the machine's addresses and has the port of another.
+absl::Status CheckApart(absl::Span<const ListenFlag> places);
 
 // INVALID_ARGUMENT (ADDRESS_INVALID) unless a daemon could be dialled at
 // `address`: HOST:PORT, the host by name or number, or unix:PATH. Nothing is
@@ -38,7 +53,7 @@ absl::StatusOr<HostPort> ParseHost(absl::string_view text);
 absl::Status CheckDialled(absl::string_view address);
 
 // FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines
-// can reach, unless it was allowed. `flag`: for the sentence.
+// can reach, unless it was allowed.
 absl::Status CheckReach(const HostPort& address, bool insecure,
                         absl::string_view flag);
 
@@ -46,7 +61,7 @@ absl::Status CheckReach(const HostPort& address, bool insecure,
 //   ALREADY_EXISTS (SOCKET_IN_USE), or UNAVAILABLE (LISTEN_FAILED) with what
 //   the system says.
 // OK when it can now.
-absl::Status WhyNotListen(const HostPort& address);
+absl::Status WhyNotListen(const HostPort& address, absl::string_view flag);
 
 // Makes `directory` and those above it. UNAVAILABLE (DIRECTORY_FAILED).
 absl::Status MakeDirectories(const std::string& directory, int mode);

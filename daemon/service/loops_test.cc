@@ -3,10 +3,12 @@
 #include <unistd.h>
 
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "daemon/service/asker.h"
 #include "daemon/service/loop.h"
 #include "daemon/service/process_watcher.h"
 #include "daemon/service/task_threads.h"
@@ -66,6 +68,44 @@ TEST(LoopTest, StopRunsWhatWasPostedAndDestroysWhatComesLater) {
   loop.Post([alive, &ran] { ++ran; });
   EXPECT_EQ(ran, 100);
   EXPECT_EQ(alive.use_count(), 1);
+}
+
+TEST(AskerTest, WaitsForTheAnswerAndNoLonger) {
+  Loop loop("test");
+  Asker asker(&loop);
+  bool ran = false;
+  EXPECT_EQ(asker.Ask([&] { ran = true; }, kLong), Asker::Outcome::kDone);
+  EXPECT_TRUE(ran);
+  absl::Notification release;
+  loop.Post([&] { release.WaitForNotification(); });
+  EXPECT_EQ(asker.Ask([] {}, absl::Milliseconds(1)), Asker::Outcome::kLate);
+  release.Notify();
+  loop.Stop();
+}
+
+// Whoever looks at a page of a daemon whose loop is busy has --call_timeout;
+// the daemon ends within --shutdown_timeout all the same.
+TEST(AskerTest, NobodyWaitsBeyondTheEnd) {
+  Loop loop("test");
+  Asker asker(&loop);
+  absl::Notification release, asked, answered;
+  loop.Post([&] { release.WaitForNotification(); });
+  Asker::Outcome outcome = Asker::Outcome::kDone;
+  std::thread who([&] {
+    asked.Notify();
+    outcome = asker.Ask([] {}, absl::Hours(1));
+    answered.Notify();
+  });
+  asked.WaitForNotification();
+  EXPECT_FALSE(answered.WaitForNotificationWithTimeout(absl::Milliseconds(20)));
+  asker.EndBy(absl::Now() + absl::Milliseconds(20));
+  EXPECT_TRUE(answered.WaitForNotificationWithTimeout(kLong));
+  EXPECT_EQ(outcome, Asker::Outcome::kEnding);
+  // Nor one who comes now.
+  EXPECT_EQ(asker.Ask([] {}, absl::Hours(1)), Asker::Outcome::kEnding);
+  release.Notify();
+  who.join();
+  loop.Stop();
 }
 
 TEST(TaskThreadsTest, TasksThatBlockDoNotHoldOthersUp) {

@@ -25,6 +25,7 @@
 #include "daemon/daemon.h"
 #include "gtest/gtest.h"
 #include "tests/e2e/hand_coordinator.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace e2e {
@@ -34,14 +35,7 @@ inline constexpr int64_t kColumns = 512;
 inline constexpr int64_t kTensorBytes = kRows * kColumns * 2;
 inline constexpr int kTensors = 3;
 
-inline bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + absl::Seconds(60);
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return true;
-}
+using transport::Eventually;
 
 inline std::vector<client::Tensor> Tensors(char* data) {
   std::vector<client::Tensor> tensors;

@@ -10,6 +10,7 @@ require 'weightsync/v1/admin_services_pb'
 address, model, version = ARGV
 abort 'usage: watch.rb ADDRESS models/MODEL VERSION' if version.nil?
 
+$stdout.sync = true
 admin = Weightsync::V1::AdminService::Stub.new(address, :this_channel_is_insecure)
 deadline = Time.now + 60
 

@@ -4,6 +4,7 @@ Every case is followed by a whole update of another model on the same cluster.
 """
 
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -144,6 +145,7 @@ def refused(code, *reasons, naming=""):
             got_code, got_reason, sentence = raw_client.error_of(error)
             assert (got_code, got_reason) in [(code, reason) for reason in reasons], sentence
             assert naming in sentence, sentence
+            self.sentence = sentence
             assert len(sentence.split()) >= 4, f"not a sentence: {sentence!r}"
             return True
 
@@ -151,6 +153,9 @@ def refused(code, *reasons, naming=""):
 
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+NEWEST_PROTOCOL = int(
+    re.search(r"kNewestProtocolVersion = (\d+)", (cluster.ROOT / "daemon/options.h").read_text()).group(1)
+)
 PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 NOT_FOUND = grpc.StatusCode.NOT_FOUND
@@ -348,8 +353,13 @@ def test_names_of_models(client, name):
 
 
 def test_a_protocol_that_nobody_speaks(client, model):
-    with refused(PRECONDITION, "PROTOCOL_UNSUPPORTED"):
-        client.trainer(model, protocol_version=99)
+    # Who is newer, or older, learns what it may speak.
+    for version in (99, -1):
+        with refused(PRECONDITION, "PROTOCOL_UNSUPPORTED", naming=f"speaks 1 to {NEWEST_PROTOCOL};") as refusal:
+            client.trainer(model, protocol_version=version)
+        assert f"protocol version {version} " in refusal.sentence
+    for version in range(1, NEWEST_PROTOCOL + 1):
+        client.trainer(f"{model}-{version}", protocol_version=version)
 
 
 @pytest.mark.parametrize(

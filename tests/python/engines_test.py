@@ -9,6 +9,7 @@ import base64
 import concurrent.futures
 import contextlib
 import http.server
+import importlib.util
 import json
 import pickle
 import sys
@@ -280,11 +281,109 @@ def test_a_loader_that_takes_nothing_is_an_error(fake_vllm):
     assert error.value.reason == "NOTHING_LOADED"
 
 
+class FakeTransferBase:
+    """What vLLM's base class (0.32) does: it keeps which model an update is for, and sets it back."""
+
+    def __init__(self, config, vllm_config, device, model):
+        self.config = config
+        self.vllm_config = vllm_config
+        self.parallel_config = vllm_config.parallel_config
+        self.model_config = vllm_config.model_config
+        self.device = device
+        self.model = model
+        self._default_model_config = self.model_config
+        self._default_model = model
+
+    def reset_weight_update_target(self):
+        self.model = self._default_model
+        self.model_config = self._default_model_config
+
+
+class FakeTransferWorker:
+    """The session as vLLM's worker runs it: v1/worker/gpu_worker.py of 0.32."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.active = False
+
+    def start_weight_update(self):
+        if self.active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        try:
+            self.engine.start_weight_update()
+        except BaseException:
+            self.engine.reset_weight_update_target()
+            raise
+        self.active = True
+
+    def update_weights(self, info):
+        if not self.active:
+            raise RuntimeError("start_weight_update must be called before update_weights")
+        try:
+            self.engine.update_weights(info)
+        except BaseException:
+            self.active = False
+            self.engine.reset_weight_update_target()
+            raise
+
+    def finish_weight_update(self):
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self.engine.finish_weight_update()
+        self.engine.reset_weight_update_target()
+        self.active = False
+
+
+@pytest.fixture
+def module_with_base(fake_vllm, monkeypatch):
+    """weightsync.vllm_transfer as it is inside vLLM, where the classes it derives from exist."""
+    base = types.ModuleType("vllm.distributed.weight_transfer.base")
+    base.WeightTransferEngine = FakeTransferBase
+    base.WeightTransferInitInfo = type("WeightTransferInitInfo", (), {})
+    base.WeightTransferUpdateInfo = type("WeightTransferUpdateInfo", (), {})
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setattr(sys.modules["vllm.distributed.weight_transfer"], "base", base, raising=False)
+    monkeypatch.delitem(sys.modules, "weightsync.vllm_transfer", raising=False)
+    monkeypatch.delattr(weightsync, "vllm_transfer", raising=False)
+    module = importlib.import_module("weightsync.vllm_transfer")
+    assert issubclass(module.TransferEngine, FakeTransferBase)
+    yield module
+    # The others get the one without vLLM.
+    del sys.modules["weightsync.vllm_transfer"], weightsync.vllm_transfer
+
+
+def test_vllms_worker_runs_one_session_after_the_other(address, model, module_with_base):
+    """What the base class keeps is there, so that each session ends and the next one may begin."""
+    fake = FakeWorkerBase(0, [])
+    engine = module_with_base.TransferEngine("config", fake.vllm_config, fake.device, fake.model)
+    worker = FakeTransferWorker(engine)
+    replica = weightsync.Replica(model, "r", address=address)
+    with weightsync.Trainer(model, address=address) as trainer:
+        trainer.register(weights(0))
+        info = dict(model=model, replica="r", incarnation=replica.incarnation, workers=1, address=address)
+        engine.init_transfer_engine(engine.parse_init_info(info))
+        for version in (1, 2):
+            worker.start_weight_update()
+            update = trainer.publish(tensors=weights(version))
+            worker.update_weights({"version": version})
+            worker.finish_weight_update()
+            update.wait(60)
+            assert fake.model.holds(weights(version)) and engine.model is fake.model
+        # One that fails is over as well: the next one starts.
+        for _ in range(2):
+            worker.start_weight_update()
+            with pytest.raises(TimeoutError):
+                worker.update_weights({"version": 9, "timeout": 0.1})
+        engine.shutdown()
+    replica.close()
+
+
 def test_vllms_transfer_engine(address, model, fake_vllm):
     weightsync.vllm.register()
     weightsync.vllm.register()  # a second time is fine
     module, kind = fake_vllm.factory.engines["weightsync"]
-    engine_class = getattr(sys.modules[module], kind)
+    engine_class = getattr(importlib.import_module(module), kind)
+    assert engine_class is weightsync.vllm.TransferEngine
     worker = FakeWorkerBase(0, [])
     engine = engine_class("config", worker.vllm_config, worker.device, worker.model)
     replica = weightsync.Replica(model, "r", address=address)
@@ -306,6 +405,7 @@ def test_vllms_transfer_engine(address, model, fake_vllm):
             engine.update_weights({"version": 1, "timeout": 0.1})
         assert error.value.reason == "INSTALL_TIMEOUT", "its label must not go ahead of the weights"
         trainer.publish(tensors=weights(1)).wait(60)
+        engine.start_weight_update()
         engine.update_weights({"version": 1})
         engine.finish_weight_update()
         with pytest.raises(RuntimeError):
@@ -445,6 +545,59 @@ def test_sglang(address, model):
             assert error.value.reason == "PAUSE_MODE_UNIMPLEMENTED"
         assert ("pause", "abort") not in engine.calls and "load" not in engine.calls
         assert engine.model.holds(weights(1))
+        controller.stop()
+
+
+class FakeSGLangOfTwo(FakeSGLang):
+    """Each of its ranks has the module for itself, as processes have."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.models = [FakeModel(), FakeModel()]
+        self.ranks = []
+        for rank in range(2):
+            spec = importlib.util.spec_from_file_location(f"weightsync.sglang_{rank}", weightsync.sglang.__file__)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            monkeypatch.setattr(module, "_tensor_parallel_rank", lambda rank=rank: rank)
+            self.ranks.append(module)
+
+    def answer(self, method, path, query, body):
+        if path != "/update_weights_from_tensor":
+            return super().answer(method, path, query, body)
+        payloads = [pickle.loads(base64.b64decode(p)) for p in body["serialized_named_tensors"]]
+        assert len(payloads) == 2, "one for each rank"
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda module, model, given: module.load(model, given), self.ranks, self.models, payloads))
+        return 200, {"success": True, "message": ""}
+
+
+def test_sglang_of_two_workers_whose_flush_is_refused(address, model, monkeypatch):
+    """It stays paused, by name, with prefixes that older weights made; and goes on when the flush succeeds."""
+    engine = FakeSGLangOfTwo(monkeypatch)
+    with serving(engine.answer) as url, weightsync.Trainer(model, address=address) as trainer, weightsync.Admin(
+        address
+    ) as admin:
+        trainer.register(weights(0))
+        controller = weightsync.sglang.Controller(url, model, "r", workers=2, address=address)
+        controller.start()
+        trainer.publish(tensors=weights(1), pause_mode="abort").wait(60)
+        assert all(one.holds(weights(1)) for one in engine.models)
+        engine.calls.clear()
+        engine.queue_is_empty = False
+        update = trainer.publish(tensors=weights(2), pause_mode="abort")
+
+        def failure():
+            found = admin.call("GetReplica", name=f"models/{model}/replicas/r").last_failure
+            return found if found.reason == "PREFIX_CACHE_IN_USE" else None
+
+        found = cluster.wait_until(failure, "the failure is not seen", 60)
+        assert "stays paused" in found.message
+        assert "flush" in engine.calls and "continue" not in engine.calls and engine.version == "1"
+        engine.queue_is_empty = True
+        update.wait(90)
+        cluster.wait_until(lambda: "continue" in engine.calls, "it stays paused", 60)
+        assert all(one.holds(weights(2)) for one in engine.models) and engine.version == "2"
         controller.stop()
 
 

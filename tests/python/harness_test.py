@@ -1,6 +1,7 @@
 """The test harness itself: a check that cannot fail checks nothing."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -149,6 +150,19 @@ def test_configurations_of_the_model_are_counted(tmp_path):
     assert count_results.count_model(run) == (0, ["model: nothing was searched"], 0)
 
 
+def test_a_chaos_run_that_stops_early_has_failed(tmp_path):
+    path = tmp_path / "run.json"
+    each = [["kill worker", "MOVING", False, False, 1.0, "-"], ["kill worker", "idle", True, False, 1.0, "-"]]
+    run = {"seed": 3, "asked": 2, "each": each, "findings": {"1": "MIXED"}, "never_hit": []}
+    path.write_text(json.dumps(run))
+    mixed = "chaos: seed 3, trial 1: kill worker, idle: MIXED"
+    assert count_results.count_chaos(path) == (1, [mixed], 0)
+    path.write_text(json.dumps({**run, "asked": 30}))
+    assert count_results.count_chaos(path) == (1, [mixed, "chaos: 2 of 30 trials ran"], 0)
+    path.write_text(json.dumps({**run, "asked": 30, "each": []}))
+    assert count_results.count_chaos(path) == (0, ["chaos: 0 of 30 trials ran"], 0)
+
+
 def test_run_sh_fails_when_nothing_ran():
     run = subprocess.run(
         [str(readme.ROOT / "tests/run.sh"), "--filter", "no such name anywhere"],
@@ -198,3 +212,39 @@ def test_no_file_is_left_out_of_the_python_tests():
     for path in pathlib.Path(__file__).parent.glob("*.py"):
         if not path.name.endswith("_test.py"):
             assert "\ndef test_" not in path.read_text(encoding="utf-8"), path.name
+
+
+@pytest.mark.parametrize("pip_ends_with", [0, 1])
+def test_without_the_package_of_this_tree_no_python_test_counts(tmp_path, pip_ends_with):
+    """One that was installed before would be tried in its place."""
+
+    def script(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+
+    for name in ("run.sh", "count_results.py"):
+        path = tmp_path / "tests" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes((readme.ROOT / "tests" / name).read_bytes())
+        path.chmod(0o755)
+    script(tmp_path / "deploy/install_deps.sh", "exit 0")
+    script(tmp_path / "bin/bazel", "exit 0")
+    script(tmp_path / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
+    script(tmp_path / ".venv/bin/pip", f"exit {pip_ends_with}")
+    for path in ("tests/requirements.txt", ".venv/requirements.txt"):
+        (tmp_path / path).write_text("none\n")
+    (tmp_path / "tests/python").mkdir()
+    (tmp_path / "tests/python/one_test.py").write_text("def test_one():\n    pass\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "tests"], cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [tmp_path / "tests/run.sh", "--filter", "one_test"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+    )
+    assert done.returncode == pip_ends_with, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == ("0 passed, 1 failed" if pip_ends_with else "1 passed, 0 failed")
+    assert ("client/python could not be installed" in done.stdout) == bool(pip_ends_with)

@@ -10,7 +10,9 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 
+import numpy
 import pytest
 import weightsync
 
@@ -64,6 +66,53 @@ def test_python_without_our_package(demo, tmp_path, python):
     )
     program = cluster.ROOT / "tests/languages/watch.py"
     check(run(python, program, demo.nodes[0].listen, "models/demo", 3, PYTHONPATH=stubs))
+
+
+@pytest.mark.parametrize("language", ["ruby", "python"])
+def test_a_watch_that_begins_before_the_publish(tmp_path, language):
+    """It sees the version come, and what becomes of it, without asking again."""
+    if language == "ruby":
+        stubs = generate(tmp_path, "--plugin=protoc-gen-grpc=/usr/bin/grpc_ruby_plugin", "ruby_out", "grpc_out")
+        command, environment = ["ruby", "-I", stubs, cluster.ROOT / "tests/languages/watch.rb"], {}
+    else:
+        stubs = generate(
+            tmp_path,
+            "--plugin=protoc-gen-grpc_python=/usr/bin/grpc_python_plugin",
+            "python_out",
+            "grpc_python_out",
+        )
+        command = ["/usr/bin/python3", "-u", cluster.ROOT / "tests/languages/watch.py"]
+        environment = {"PYTHONPATH": str(stubs)}
+    paused, go_on = threading.Event(), threading.Event()
+
+    def pause(request):
+        paused.set()
+        assert go_on.wait(60)
+
+    live = {"w": numpy.zeros(1000, numpy.float32)}
+    with cluster.Cluster() as here, weightsync.Trainer("watched", address=here.nodes[0].socket) as trainer:
+        trainer.register(live)
+        with weightsync.Worker("watched", "r", live, address=here.nodes[0].socket, on_pause=pause) as worker:
+            worker.wait_registered()
+            # "latest" waits for the first version, and goes on with the next ones until it is ended.
+            watcher = subprocess.Popen(
+                [str(part) for part in [*command, here.nodes[0].listen, "models/watched", "latest"]],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **environment},
+            )
+            assert watcher.stdout.readline().startswith("replica models/watched/replicas/r ")
+            update = trainer.publish()
+            assert paused.wait(60)
+            states = [watcher.stdout.readline().split()[:2]]
+            go_on.set()
+            update.wait(60)
+            while not states[-1][1].endswith("ACTIVE"):
+                states.append(watcher.stdout.readline().split()[:2])
+            watcher.terminate()
+            watcher.communicate(timeout=60)
+    assert {name for name, _ in states} == {"models/watched/versions/1"}
+    assert len(states) >= 2, states
 
 
 def test_the_package_with_the_distributions_grpc(tmp_path):

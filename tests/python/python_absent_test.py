@@ -70,6 +70,13 @@ def test_who_does_not_serve_it_yet_is_named(address):
                         lambda: other.version == one.version == result.version, "it gets it when it comes"
                     )
                     assert (second["w"] == 1).all()
+                    # And then nobody is told any more that it does not serve it.
+                    cluster.wait_until(
+                        lambda: str(update.progress()) == f"2 replicas serve {result.version_name}",
+                        "it is counted among those who serve it",
+                    )
+                    for words in (("versions", "m"), ("versions", "m/latest"), ("watch", f"m/{result.version}")):
+                        assert "not yet" not in ctl(address, *words), words
                     result = trainer.publish(tensors=weights(2)).wait(60)
                     assert result.absent_replicas == ()
                     assert str(result) == f"2 replicas serve {result.version_name}"

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import mmap
+import multiprocessing.pool
 import multiprocessing.shared_memory
 import os
 import pathlib
@@ -276,6 +277,91 @@ def test_what_a_loader_raises_leaves_a_mix_until_it_works(address, model):
         assert worker.version == 1
     assert [a.failure and a.failure[0] for a in applied] == ["NO_MEMORY", "NO_MEMORY", None]
     assert applied[-1].copied_bytes == 16
+
+
+def _ends_with(kind, error, pool):
+    """What a load callback does that ends with `error`."""
+
+    def raises(*_):
+        raise error
+
+    async def coroutine():
+        raise error
+
+    def callback(name, tensor):
+        if kind == "raised":
+            raises()
+        if kind == "coroutine":
+            return coroutine()
+        if kind == "torch":
+            import torch
+
+            future = torch.futures.Future()
+            future.set_exception(error)
+            return future
+        if kind == "multiprocessing":
+            return pool.apply_async(raises)
+        future = concurrent.futures.Future()
+        future.set_exception(error)
+        return future
+
+    return callback
+
+
+@pytest.mark.parametrize("mode", ["stage", "stream"])
+@pytest.mark.parametrize("kind", ["raised", "future", "coroutine", "torch", "multiprocessing"])
+def test_who_published_hears_what_a_load_callback_ended_with(address, model, kind, mode):
+    """Raised at once or by what it returned: the same words, and nothing counts as loaded."""
+    error = weightsync.DeadlineExceededError("ALLOCATOR_STUCK", "the allocator did not answer")
+    applied = []
+    with multiprocessing.pool.ThreadPool(1) as pool, weightsync.Trainer(model, address=address) as trainer:
+        with weightsync.Worker(
+            model,
+            "r",
+            {"w": ((4,), "f32")},
+            load=_ends_with(kind, error, pool),
+            views="numpy",
+            address=address,
+            on_applied=applied.append,
+        ) as worker:
+            trainer.register({"w": numpy.ones(4, numpy.float32)})
+            worker.wait_registered()
+            result = trainer.publish(update_mode=mode).wait(60)
+            assert worker.version == 0
+    assert str(result).startswith(f"no replica serves models/{model}/versions/1; left out: r (")
+    assert "the allocator did not answer" in str(result), result
+    if mode == "stage":
+        assert "ALLOCATOR_STUCK" in str(result), result
+        assert applied[0].failure == ("ALLOCATOR_STUCK", "the allocator did not answer")
+
+
+def test_a_cancelled_load_says_so(address, model):
+    def load(name, tensor):
+        future = concurrent.futures.Future()
+        future.cancel()
+        return future
+
+    with weightsync.Trainer(model, address=address) as trainer:
+        with weightsync.Worker(
+            model, "r", {"w": ((4,), "f32")}, load=load, views="numpy", address=address
+        ) as worker:
+            trainer.register({"w": numpy.ones(4, numpy.float32)})
+            worker.wait_registered()
+            result = trainer.publish().wait(60)
+    assert "HOOK_CANCELLED" in str(result) and "was cancelled" in str(result), result
+
+
+def test_who_published_hears_that_an_engine_does_not_go_on(address, model):
+    def resume(info):
+        raise RuntimeError("no room for a cache")
+
+    live = empty_like(weights())
+    with weightsync.Trainer(model, address=address) as trainer:
+        trainer.register(weights(1))
+        with weightsync.Worker(model, "r", live, address=address, on_resume=resume) as worker:
+            worker.wait_registered()
+            result = trainer.publish().wait(60)
+    assert str(result).startswith("no replica serves") and "no room for a cache" in str(result), result
 
 
 def test_hooks_may_be_coroutines(address, model):

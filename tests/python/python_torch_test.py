@@ -12,6 +12,7 @@ import socket
 import traceback
 import warnings
 
+import ml_dtypes
 import numpy
 import pytest
 import torch
@@ -192,6 +193,83 @@ def test_types_by_name(address, model):
     assert error.value.reason == "DTYPE_MISMATCH"
 
 
+def test_fp32_masters_of_a_bf16_model_are_cast_by_the_daemon(address, model):
+    masters = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Linear(40, 7))
+    with torch.no_grad():
+        # Ties, what rounds up into another exponent, the ends of the range, and what is no number.
+        special = [0x3F808000, 0x3F818000, 0x3FFFFFFF, 0x7F7FFFFF, 0x00000001, 0x80008000, 0x7F800000, 0xFF800000]
+        special += [0x7FC00000, 0x7F800001, 0x80000000]
+        words = numpy.array(special, dtype=numpy.uint32).view(numpy.float32)
+        masters[0].weight.view(-1)[: len(special)] = torch.from_numpy(words)
+    live = {name: torch.zeros(t.shape, dtype=torch.bfloat16) for name, t in masters.state_dict().items()}
+    with weightsync.Trainer(model, address=address, dtype=torch.bfloat16) as trainer, serve(model, address, live):
+        # Nothing is copied here; and where memory is this process's alone, it is cast into what the daemon reads.
+        for share in (True, False):
+            if not share:
+                masters = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Linear(40, 7))
+            trainer.register(masters, share=share)
+            assert all((shard.target is None) == share for shard in trainer._shards)
+            for _ in range(2):
+                with torch.no_grad():
+                    masters[1].weight.mul_(1.001)
+                trainer.publish(verify_source=True).wait(60)
+                for name, tensor in masters.state_dict().items():
+                    want = tensor.bfloat16()
+                    assert torch.equal(live[name].isnan(), want.isnan()), name
+                    assert torch.equal(live[name].nan_to_num(7), want.nan_to_num(7)), name
+
+
+def quantised(tensor):
+    """A bf16 matrix as e4m3 and one scale for each block of 128 x 128, by ml_dtypes."""
+    values = tensor.float().numpy()
+    rows, columns = (-(-n // 128) for n in values.shape)
+    found = numpy.zeros(values.shape, dtype=ml_dtypes.float8_e4m3fn)
+    scales = numpy.zeros((rows, columns), dtype=numpy.float32)
+    for row, column in itertools.product(range(rows), range(columns)):
+        block = numpy.s_[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
+        scale = scales[row, column] = numpy.abs(values[block]).max() / numpy.float32(448)
+        if scale:
+            found[block] = (values[block] / scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return found, scales
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_bf16_becomes_fp8_with_block_scales(address, model, share):
+    torch.manual_seed(3)
+    held = {"up.weight": torch.randn(300, 200).bfloat16(), "norm": torch.randn(77).bfloat16()}
+    # A block of zeros, and one of very different sizes.
+    held["up.weight"][128:256, :128] = 0
+    held["up.weight"][256:, 128:] *= torch.logspace(-12, 12, 72)
+    if share:
+        held = {name: tensor.share_memory_() for name, tensor in held.items()}
+    live = {
+        "mlp.up.weight": torch.zeros(300, 200).to(torch.float8_e4m3fn),
+        "mlp.up.weight_scale_inv": torch.zeros(3, 2),
+        "norm": torch.zeros(77, dtype=torch.bfloat16),
+    }
+    with weightsync.Trainer(
+        model, address=address, dtype={"mlp.up.weight": torch.float8_e4m3fn}
+    ) as trainer, serve(model, address, live):
+        trainer.register(held, names=[("^up", "mlp.up")])
+        assert all((shard.target is None) == share for shard in trainer._shards)
+        for _ in range(2):
+            held["up.weight"] *= 1.5
+            trainer.publish(verify_source=True).wait(60)
+            values, scales = quantised(held["up.weight"])
+            assert (live["mlp.up.weight"].view(torch.uint8).numpy() == values.view(numpy.uint8)).all()
+            assert (live["mlp.up.weight_scale_inv"].numpy() == scales).all()
+            assert torch.equal(live["norm"], held["norm"])
+        # weight = fp8 x scale.
+        spread = live["mlp.up.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+        error = (live["mlp.up.weight"].float() * spread - held["up.weight"].float()).abs()
+        assert (error <= held["up.weight"].float().abs() / 16 + spread * 2**-9).all()
+        # Half a block has no scale.
+        part = weightsync.Shard(held["up.weight"][:100], (0, 0), (300, 200))
+        with pytest.raises(ValueError) as raised:
+            trainer.register({"mlp.up.weight": part})
+        assert raised.value.reason == "DTYPE_MISMATCH" and "blocks of 128 x 128" in str(raised.value)
+
+
 def test_a_load_callback_gets_torch_tensors(address, model):
     taken = {}
     with weightsync.Trainer(model, address=address) as trainer:
@@ -218,7 +296,7 @@ def test_what_cannot_be_moved(value, reason):
     assert error.value.reason == reason
 
 
-def says_it_is_on(device):
+def says_it_is_on(device, values=None):
     """There is no GPU here: a part whose tensor only says that it is on one."""
 
     class OnDevice(torch.Tensor):
@@ -226,7 +304,8 @@ def says_it_is_on(device):
         def device(self):
             return torch.device(device, 1)
 
-    return tensors.Part("w", weightsync.DType.F32, (2,), None, None, torch.zeros(2).as_subclass(OnDevice))
+    values = torch.zeros(2) if values is None else values
+    return tensors.Part("w", weightsync.DType.F32, (2,), None, None, values.as_subclass(OnDevice))
 
 
 def test_other_devices_are_refused_by_name_unless_bounced(address, model):
@@ -243,6 +322,48 @@ def test_other_devices_are_refused_by_name_unless_bounced(address, model):
         with pytest.raises(NotImplementedError) as error:
             weightsync.Worker(model, "r", {"w": None}, address=address)
         assert error.value.reason == "CUDA_MEMORY"
+
+
+@pytest.mark.parametrize("device", ["xpu", "cuda"])
+def test_bounced_tensors_go_through_the_host(address, model, device):
+    """Both sides read and fill them by torch's own copies: no address of theirs reaches the daemon."""
+    mine, live = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    with pytest.MonkeyPatch.context() as patch, weightsync.Trainer(model, address=address, bounce=True) as trainer:
+        patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on(device, mine)])
+        trainer.register({"w": None})
+        (shard,) = trainer._shards
+        assert shard.target is not None and len(trainer._arenas) == 1
+        assert shard.address != mine.data_ptr()
+        patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on(device, live)])
+        worker = weightsync.Worker(model, "r", {"w": None}, address=address, bounce=True)
+        patch.setattr(tensors, "all_parts", lambda _: [says_it_is_on(device, mine)])
+        with worker:
+            worker.wait_registered()
+            for value in (3.0, 4.0):
+                mine.fill_(value)
+                trainer.publish().wait(60)
+                assert live.tolist() == [value, value]
+        assert len(trainer._arenas) == 1
+
+
+def test_one_copy_into_memory_that_is_used_again(address, model):
+    """Tensors that the daemon cannot read where they lie are copied into one arena, the same at every publish."""
+    mine, live = seeded(), seeded()
+    with weightsync.Trainer(model, address=address) as trainer:
+        trainer.register(mine)
+        (arena,) = trainer._arenas
+        addresses = [shard.address for shard in trainer._shards]
+        with serve(model, address, live):
+            for step in range(1, 5):
+                with torch.no_grad():
+                    mine.layer.weight.fill_(step)
+                # Temporaries of the same layout at every other publish.
+                copies = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
+                del copies["head.weight"]
+                trainer.publish(tensors=copies if step % 2 else None).wait(60)
+                assert same_module(mine, live)
+        trainer.register(mine)
+        assert trainer._arenas == [arena] and [shard.address for shard in trainer._shards] == addresses
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -481,7 +602,8 @@ def test_fsdp2(on_ranks, address, model):
 def _fsdp_over_tp(rank, world):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    for rows, columns in ((8, 12), (12, 8), (16, 4)):
+    # Also what neither dimension of the mesh divides: torch shards it, some ranks get less or nothing.
+    for rows, columns in ((8, 12), (12, 8), (16, 4), (9, 10), (10, 6), (5, 7)):
         torch.manual_seed(rows)
         make = lambda: torch.nn.Sequential(torch.nn.Linear(columns, rows), torch.nn.Linear(rows, columns))  # noqa: E731
         torch.manual_seed(rows)
@@ -506,19 +628,39 @@ def test_fsdp_over_tensor_parallelism(on_ranks):
     on_ranks(_fsdp_over_tp)
 
 
-def _fsdp1(rank, world):
-    whole, module = seeded(), seeded()
-    wrapped = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
-    by_name = {}
-    for part in tensors.all_parts(wrapped):
-        by_name.setdefault(part.name, []).append(part)
-    full = whole.state_dict()
-    del full["head.weight"]  # tied: it is in the flat parameter once
-    assert by_name.keys() <= full.keys()
-    for name, tensor in full.items():
-        copies = world if name == "steps" else 1
-        assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
+def _fsdp1(rank, world, address, model):
+    """A module that is wrapped within one that is, with parameters that are seen and with flat ones alone."""
+    for inner, use_orig_params in itertools.product((False, True), (True, False)):
+        whole, module = seeded(), seeded()
+        options = dict(device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        if inner:
+            module.layer = FullyShardedDataParallel(module.layer, **options)
+        wrapped = FullyShardedDataParallel(module, **options)
+        by_name = {}
+        for part in tensors.all_parts(wrapped):
+            by_name.setdefault(part.name, []).append(part)
+        full = whole.state_dict()
+        del full["head.weight"]  # tied: it is in the flat parameter once
+        assert by_name.keys() <= full.keys()
+        for name, tensor in full.items():
+            copies = world if name == "steps" else 1
+            assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
+
+        # And over a cluster: every rank gives its stretch of the flat parameters.
+        name = f"{model}-{int(inner)}{int(use_orig_params)}"
+        with weightsync.Trainer(name, rank, world, address=address) as trainer:
+            trainer.register(wrapped)
+            if rank == 0:
+                live = {key: torch.zeros_like(tensor) for key, tensor in full.items()}
+                worker = serve(name, address, live)
+            torch.distributed.barrier()
+            assert trainer.publish(step=1).wait(60).version == 1
+            torch.distributed.barrier()
+            if rank == 0:
+                for key, tensor in full.items():
+                    assert torch.equal(live[key], tensor), key
+                worker.close()
 
 
-def test_fsdp1(on_ranks):
-    on_ranks(_fsdp1)
+def test_fsdp1(on_ranks, address, model):
+    on_ranks(_fsdp1, address, model)

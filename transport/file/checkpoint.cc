@@ -235,6 +235,13 @@ absl::StatusOr<CheckpointFiles> ReadCheckpointHeaders(
   if (absl::EndsWith(path, ".safetensors")) {
     paths.insert(path);
   } else {
+    if (root.KindOf(path) == RootedDirectory::Kind::kFile) {
+      return MakeError(
+          absl::StatusCode::kNotFound, "CHECKPOINT_NOT_FOUND",
+          absl::StrCat(path,
+                       " is a file that does not end in .safetensors: name the "
+                       "directory of a checkpoint, or a safetensors file"));
+    }
     auto names = root.List(path);
     if (!names.ok()) return names.status();
     const auto has = [&](const std::string& name) {

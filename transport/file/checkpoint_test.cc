@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "transport/error.h"
 
@@ -23,6 +24,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 namespace fs = std::filesystem;
 
@@ -82,6 +84,15 @@ TEST_P(RootedTest, PathsThatLeadOut) {
   EXPECT_EQ(
       ReasonOf(root_->OpenFile(std::string("a\0/b", 4), O_RDONLY).status()),
       "CHECKPOINT_PATH_INVALID");
+  for (const char* bad : {"a\nb", "a/\tb", "a/b\x7f", "\x1b[2J"}) {
+    const absl::Status refused = root_->OpenFile(bad, O_RDONLY).status();
+    EXPECT_EQ(ReasonOf(refused), "CHECKPOINT_PATH_INVALID");
+    EXPECT_THAT(std::string(refused.message()),
+                HasSubstr("has a control character"));
+    EXPECT_EQ(refused.message().find(bad), absl::string_view::npos)
+        << "a sentence is one line, whatever it quotes";
+  }
+  EXPECT_TRUE(root_->OpenFile("a/\xc3\xa4", O_RDONLY | O_CREAT, 0600).ok());
   EXPECT_TRUE(root_->OpenFile("a//b/", O_RDONLY).ok());
   EXPECT_EQ(ReasonOf(root_->OpenFile("a/none", O_RDONLY).status()),
             "CHECKPOINT_NOT_FOUND");
@@ -97,12 +108,33 @@ TEST_P(RootedTest, LinksAreNotFollowed) {
   for (const char* bad : {"out/file", "in/file", "real/link", "out", "in"}) {
     auto file = root_->OpenFile(bad, O_RDONLY);
     EXPECT_EQ(ReasonOf(file.status()), "CHECKPOINT_PATH_INVALID") << bad;
+    const std::string link = absl::StartsWith(bad, "out")  ? "out"
+                             : absl::StartsWith(bad, "in") ? "in"
+                                                           : "real/link";
+    EXPECT_THAT(std::string(file.status().message()),
+                StartsWith(link + " is a symbolic link"));
   }
   for (const char* bad : {"out", "in"}) {
-    EXPECT_EQ(ReasonOf(root_->OpenDirectory(bad).status()),
-              "CHECKPOINT_PATH_INVALID")
-        << bad;
+    const absl::Status refused = root_->OpenDirectory(bad).status();
+    EXPECT_EQ(ReasonOf(refused), "CHECKPOINT_PATH_INVALID") << bad;
+    EXPECT_THAT(std::string(refused.message()),
+                StartsWith(absl::StrCat(bad, " is a symbolic link")));
   }
+  // Nor is one said to be there that is not.
+  EXPECT_THAT(
+      std::string(root_->OpenFile("real/none", O_RDONLY).status().message()),
+      StartsWith("there is no real/none below --checkpoint_root="));
+  const absl::Status file = root_->List("real/file/x").status();
+  EXPECT_EQ(ReasonOf(file), "CHECKPOINT_NOT_FOUND");
+  EXPECT_THAT(std::string(file.message()),
+              StartsWith("real/file is a file, and a directory "
+                         "is looked for at real/file/x"));
+  using Kind = RootedDirectory::Kind;
+  EXPECT_EQ(root_->KindOf("real/file"), Kind::kFile);
+  EXPECT_EQ(root_->KindOf("real"), Kind::kDirectory);
+  EXPECT_EQ(root_->KindOf("real/link"), Kind::kLink);
+  EXPECT_EQ(root_->KindOf("real/none"), Kind::kNothing);
+  EXPECT_EQ(root_->KindOf("in/file"), Kind::kNothing) << "not looked at";
   EXPECT_EQ(ReasonOf(root_->MakeDirectory("out/new", true)),
             "CHECKPOINT_PATH_INVALID");
   EXPECT_FALSE(root_->WriteNewFile("out/new", "1").ok());
@@ -115,6 +147,18 @@ TEST_P(RootedTest, LinksAreNotFollowed) {
   ASSERT_TRUE(root_->RemoveTree("tree").ok());
   EXPECT_FALSE(fs::exists(path("root/tree")));
   EXPECT_TRUE(fs::exists(path("outside/file")));
+}
+
+TEST_P(RootedTest, OnlyWhatIsEmptyIsRemoved) {
+  Write("a/b/file", "1");
+  fs::create_directory(path("root/a/c"));
+  fs::create_directory_symlink("c", path("root/a/link"));
+  EXPECT_FALSE(root_->RemoveIfEmpty("a/b"));
+  EXPECT_FALSE(root_->RemoveIfEmpty("a/b/file"));
+  EXPECT_FALSE(root_->RemoveIfEmpty("a/link"));
+  EXPECT_TRUE(root_->RemoveIfEmpty("a/c"));
+  EXPECT_TRUE(root_->RemoveIfEmpty("a/c")) << "it is gone";
+  EXPECT_TRUE(fs::exists(path("root/a/b/file")));
 }
 
 TEST_P(RootedTest, APipeIsNoFile) {
@@ -188,6 +232,10 @@ TEST_P(RootedTest, OneFile) {
   Write("c/y.safetensors", Bytes("b", 5));
   EXPECT_THAT(Refusal(), HasSubstr("CHECKPOINT_NOT_FOUND"));
   EXPECT_THAT(Refusal("none"), HasSubstr("CHECKPOINT_NOT_FOUND"));
+  Write("notes.txt", "1");
+  EXPECT_THAT(Refusal("notes.txt"),
+              StartsWith("CHECKPOINT_NOT_FOUND: notes.txt is a file that does "
+                         "not end in .safetensors: name the directory"));
 }
 
 TEST_P(RootedTest, AnIndex) {
@@ -243,7 +291,9 @@ TEST_P(RootedTest, AFileOfAnIndexMayBeNoLink) {
   fs::create_symlink("m1.safetensors", path("root/c/m2.safetensors"));
   Write("c/model.safetensors.index.json",
         "{\"weight_map\":{\"a\":\"m2.safetensors\"}}");
-  EXPECT_THAT(Refusal(), HasSubstr("CHECKPOINT_PATH_INVALID"));
+  EXPECT_THAT(Refusal(),
+              StartsWith("CHECKPOINT_PATH_INVALID: c/m2.safetensors is a "
+                         "symbolic link"));
 }
 
 TEST_P(RootedTest, DamagedFiles) {
@@ -348,6 +398,27 @@ TEST(PlanCheckpointTest, FilesAreNamedAsTheFieldNamesThem) {
   EXPECT_THAT(two->index, HasSubstr("\"total_size\": 10000"));
   EXPECT_EQ(ReasonOf(PlanCheckpoint({}, 100).status()), "SHARD_BYTES_INVALID");
   EXPECT_EQ(ReasonOf(PlanCheckpoint({}, -1).status()), "SHARD_BYTES_INVALID");
+}
+
+// Headers only: nothing of that size is made.
+TEST(PlanCheckpointTest, FilesAreOfUpToFiveGigabytes) {
+  EXPECT_EQ(kDefaultShardBytes, 5'000'000'000);
+  const std::vector<SafetensorsTensor> tensors = {
+      Tensor("a", "BF16", {1'500'000'000}),
+      Tensor("b", "BF16", {1'500'000'000})};
+  auto plan = PlanCheckpoint(tensors, 0);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_EQ(plan->files.size(), 2u);
+  for (const CheckpointFile& file : plan->files) {
+    EXPECT_LE(file.bytes, 5'000'000'000);
+    EXPECT_EQ(file.tensors.size(), 1u);
+  }
+  // What fits is not cut.
+  plan = PlanCheckpoint({Tensor("a", "BF16", {1'500'000'000}),
+                         Tensor("b", "BF16", {900'000'000})},
+                        0);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->files.size(), 1u);
 }
 
 TEST(PlanCheckpointTest, WhatATemplateHasBesideWeights) {

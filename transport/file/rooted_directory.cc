@@ -13,6 +13,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -88,19 +90,23 @@ absl::Status RemoveTreeAt(int at, const std::string& name,
 }  // namespace
 
 absl::StatusOr<std::string> CheckRootedPath(absl::string_view path) {
-  const auto invalid = [path](absl::string_view why) {
+  const bool control = std::any_of(path.begin(), path.end(), [](const char c) {
+    return absl::ascii_iscntrl(static_cast<unsigned char>(c));
+  });
+  const auto invalid = [path, control](absl::string_view why) {
+    const absl::string_view begin = path.substr(0, 200);
     return MakeError(
         absl::StatusCode::kInvalidArgument, "CHECKPOINT_PATH_INVALID",
-        absl::StrCat("\"", path.substr(0, 200), "\" ", why,
+        absl::StrCat("\"",
+                     control ? absl::CHexEscape(begin) : std::string(begin),
+                     "\" ", why,
                      "; give a path below --checkpoint_root, such as "
                      "runs/7"));
   };
   if (path.empty()) return invalid("is empty");
   if (path.size() > kMaxPathBytes) return invalid("is too long");
   if (path[0] == '/') return invalid("is absolute");
-  if (path.find('\0') != absl::string_view::npos) {
-    return invalid("has a zero byte");
-  }
+  if (control) return invalid("has a control character");
   std::vector<std::string> parts = absl::StrSplit(path, '/', absl::SkipEmpty());
   for (const std::string& part : parts) {
     if (part == "." || part == "..") {
@@ -160,6 +166,39 @@ absl::StatusOr<std::shared_ptr<const RootedDirectory>> RootedDirectory::Open(
       new RootedDirectory(root, std::move(fd), use_openat2));
 }
 
+absl::Status RootedDirectory::OpenError(const std::string& path,
+                                        int error_number) const {
+  for (size_t slash = 0; slash != std::string::npos && !path.empty();) {
+    slash = path.find('/', slash + 1);
+    const std::string part = path.substr(0, slash);
+    const Kind kind = KindOf(part);
+    if (kind == Kind::kLink &&
+        (error_number == ELOOP || error_number == EXDEV ||
+         error_number == ENOTDIR)) {
+      return MakeError(
+          absl::StatusCode::kInvalidArgument, "CHECKPOINT_PATH_INVALID",
+          absl::StrCat(
+              part, " is a symbolic link, and none is followed below ",
+              "--checkpoint_root: put what it points to in its place"));
+    }
+    if (kind != Kind::kDirectory && kind != Kind::kNothing &&
+        error_number == ENOTDIR) {
+      return MakeError(absl::StatusCode::kNotFound, "CHECKPOINT_NOT_FOUND",
+                       absl::StrCat(part,
+                                    " is a file, and a directory is "
+                                    "looked for at ",
+                                    path, ": give another path"));
+    }
+    if (kind == Kind::kNothing) break;
+  }
+  if (error_number == ENOENT) {
+    return MakeError(
+        absl::StatusCode::kNotFound, "CHECKPOINT_NOT_FOUND",
+        absl::StrCat("there is no ", path, " below --checkpoint_root=", root_));
+  }
+  return FileError("open", path, error_number);
+}
+
 absl::StatusOr<UniqueFd> RootedDirectory::OpenChecked(const std::string& path,
                                                       int flags,
                                                       mode_t mode) const {
@@ -168,7 +207,7 @@ absl::StatusOr<UniqueFd> RootedDirectory::OpenChecked(const std::string& path,
   if (openat2_) {
     // Without O_NOFOLLOW, under which a link to a directory is called none.
     UniqueFd fd(Openat2(fd_.get(), name.c_str(), flags, mode));
-    if (!fd.valid()) return FileError("open", path, errno);
+    if (!fd.valid()) return OpenError(path, errno);
     return fd;
   }
   UniqueFd at(dup(fd_.get()));
@@ -180,17 +219,7 @@ absl::StatusOr<UniqueFd> RootedDirectory::OpenChecked(const std::string& path,
                          last ? flags | O_NOFOLLOW
                               : O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC,
                          mode));
-    if (!next.valid()) {
-      const int error = errno;
-      // O_DIRECTORY calls a link no directory.
-      struct stat info;
-      if (fstatat(at.get(), parts[i].c_str(), &info, AT_SYMLINK_NOFOLLOW) ==
-              0 &&
-          S_ISLNK(info.st_mode)) {
-        return FileError("open", path, ELOOP);
-      }
-      return FileError("open", path, error);
-    }
+    if (!next.valid()) return OpenError(path, errno);
     at = std::move(next);
   }
   return at;
@@ -232,12 +261,18 @@ absl::StatusOr<UniqueFd> RootedDirectory::OpenDirectory(
   return OpenChecked(*checked, O_RDONLY | O_DIRECTORY, 0);
 }
 
-bool RootedDirectory::Exists(const std::string& path) const {
+RootedDirectory::Kind RootedDirectory::KindOf(const std::string& path) const {
   std::string leaf;
   auto parent = OpenParent(path, &leaf);
   struct stat info;
-  return parent.ok() &&
-         fstatat(parent->get(), leaf.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0;
+  if (!parent.ok() ||
+      fstatat(parent->get(), leaf.c_str(), &info, AT_SYMLINK_NOFOLLOW) != 0) {
+    return Kind::kNothing;
+  }
+  return S_ISREG(info.st_mode)   ? Kind::kFile
+         : S_ISDIR(info.st_mode) ? Kind::kDirectory
+         : S_ISLNK(info.st_mode) ? Kind::kLink
+                                 : Kind::kOther;
 }
 
 absl::Status RootedDirectory::MakeDirectory(const std::string& path,
@@ -322,6 +357,14 @@ absl::Status RootedDirectory::RemoveTree(const std::string& path) const {
   return absl::OkStatus();
 }
 
+bool RootedDirectory::RemoveIfEmpty(const std::string& path) const {
+  std::string leaf;
+  auto parent = OpenParent(path, &leaf);
+  return parent.ok() &&
+         (unlinkat(parent->get(), leaf.c_str(), AT_REMOVEDIR) == 0 ||
+          errno == ENOENT);
+}
+
 absl::Status RootedDirectory::Sync(const std::string& path) const {
   auto fd = OpenDirectory(path);
   if (!fd.ok()) return fd.status();
@@ -346,20 +389,30 @@ absl::Status RootedDirectory::Put(const std::string& from,
   if (!to_parent.ok()) return to_parent.status();
   const int from_at = from_parent->get();
   const int to_at = to_parent->get();
-  const auto synced = [&] {
-    return fsync(to_at) == 0 ? absl::OkStatus() : FileError("sync", to, errno);
+  // Nobody may count on what could not be synced: `undo` takes it back.
+  const auto synced = [&](const auto& undo) {
+    if (fsync(to_at) == 0) return absl::OkStatus();
+    const absl::Status status = FileError("sync", to, errno);
+    undo();
+    return status;
   };
   // Until the name is free, or taken: somebody else may be at it.
   for (int attempt = 0; attempt < 8 && !no_exchange_; ++attempt) {
     if (Renameat2(from_at, from_leaf.c_str(), to_at, to_leaf.c_str(),
                   RENAME_NOREPLACE) == 0) {
-      return synced();
+      return synced([&] {
+        Renameat2(to_at, to_leaf.c_str(), from_at, from_leaf.c_str(),
+                  RENAME_NOREPLACE);
+      });
     }
     if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) break;
     if (errno != EEXIST || !replace) return FileError("make", to, errno);
     if (Renameat2(from_at, from_leaf.c_str(), to_at, to_leaf.c_str(),
                   RENAME_EXCHANGE) == 0) {
-      return synced();
+      return synced([&] {
+        Renameat2(to_at, to_leaf.c_str(), from_at, from_leaf.c_str(),
+                  RENAME_EXCHANGE);
+      });
     }
     if (errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) break;
     if (errno != ENOENT) return FileError("replace", to, errno);
@@ -384,7 +437,10 @@ absl::Status RootedDirectory::Put(const std::string& from,
     if (there) renameat(to_at, aside_leaf.c_str(), to_at, to_leaf.c_str());
     return status;
   }
-  absl::Status status = synced();
+  absl::Status status = synced([&] {
+    renameat(to_at, to_leaf.c_str(), from_at, from_leaf.c_str());
+    if (there) renameat(to_at, aside_leaf.c_str(), to_at, to_leaf.c_str());
+  });
   if (!status.ok() || !there) return status;
   return RemoveTree(AsideName(to));
 }

@@ -23,7 +23,7 @@ namespace weightsync {
 namespace transport {
 
 // "a/b" of "a//b/". INVALID_ARGUMENT (CHECKPOINT_PATH_INVALID): empty,
-// absolute, a component that is "." or "..", a zero byte, too long.
+// absolute, a component that is "." or "..", a control character, too long.
 absl::StatusOr<std::string> CheckRootedPath(absl::string_view path);
 
 // What a system call on a file of a checkpoint says:
@@ -49,7 +49,13 @@ class RootedDirectory {
   absl::StatusOr<UniqueFd> OpenFile(const std::string& path, int flags,
                                     mode_t mode = 0) const;
   absl::StatusOr<UniqueFd> OpenDirectory(const std::string& path) const;
-  bool Exists(const std::string& path) const;
+  // What lies there; a link is not followed. Of a path that cannot be looked
+  // at: kNothing.
+  enum class Kind { kNothing, kFile, kDirectory, kLink, kOther };
+  Kind KindOf(const std::string& path) const;
+  bool Exists(const std::string& path) const {
+    return KindOf(path) != Kind::kNothing;
+  }
   // With those above it that are missing; they and what holds them are synced.
   // `fresh`: it must not be there (CHECKPOINT_EXISTS).
   absl::Status MakeDirectory(const std::string& path, bool fresh) const;
@@ -64,12 +70,14 @@ class RootedDirectory {
   // With all that is in it; links are removed, not followed. One that is not
   // there is fine.
   absl::Status RemoveTree(const std::string& path) const;
+  // A directory, if nothing is in it; whether it is gone.
+  bool RemoveIfEmpty(const std::string& path) const;
   // Of the directory itself.
   absl::Status Sync(const std::string& path) const;
 
   // Puts directory `from` where `to` is or is not; both are beside each other.
   // Nobody sees `to` missing or half there. With `replace` what was at `to` is
-  // at `from` afterwards, or nothing. Synced.
+  // at `from` afterwards, or nothing. Synced; what cannot be is undone.
   //   CHECKPOINT_EXISTS: something is there, and not `replace`.
   // Where the file system cannot exchange two names, `to` is first moved to
   // AsideName(to), and moved back by Recover if that was cut short.
@@ -90,6 +98,8 @@ class RootedDirectory {
   // REQUIRES: a path of CheckRootedPath, or "" for the root.
   absl::StatusOr<UniqueFd> OpenChecked(const std::string& path, int flags,
                                        mode_t mode) const;
+  // Why OpenChecked could not: with the part of the path that is in the way.
+  absl::Status OpenError(const std::string& path, int error_number) const;
   // The directory that holds `path`; *leaf gets its last component.
   absl::StatusOr<UniqueFd> OpenParent(const std::string& path,
                                       std::string* leaf) const;

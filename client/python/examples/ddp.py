@@ -24,25 +24,24 @@ model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 
 address = sys.argv[1] if len(sys.argv) > 1 else None
-trainer = weightsync.Trainer("policy", rank, world_size, address=address, dtype=torch.bfloat16)  # (+)
-trainer.register(model)  # (+)
+with weightsync.Trainer("policy", rank, world_size, address=address, dtype=torch.bfloat16) as trainer:  # (+)
+    trainer.register(model)  # (+)
 
-torch.manual_seed(rank)
-for step in range(1, 6):
-    x = torch.randn(64, 8)
-    loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()  # gradients are averaged over ranks
-    optimizer.step()
-    update = trainer.publish(step=step)  # (+) from here on the weights may be changed
-    if rank == 0:
-        print(f"step {step}: loss {loss:.3f}, published version {update.version}", flush=True)
+    torch.manual_seed(rank)
+    for step in range(1, 6):
+        x = torch.randn(64, 8)
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # gradients are averaged over ranks
+        optimizer.step()
+        update = trainer.publish(step=step)  # (+) from here on the weights may be changed
+        if rank == 0:
+            print(f"step {step}: loss {loss:.3f}, published version {update.version}", flush=True)
 
-result = update.wait()  # (+)
-print(
-    f"rank {rank}: {result}; "
-    f"the last publish kept it {result.stall_seconds * 1e3:.1f} ms",
-    flush=True,
-)
-trainer.close()  # (+)
+    result = update.wait()  # (+)
+    print(
+        f"rank {rank}: {result}; the last publish kept it {result.stall_seconds * 1e3:.1f} ms; "
+        f"sum {sum(float(p.detach().bfloat16().double().sum()) for p in net.parameters()):.6f}",
+        flush=True,
+    )
 torch.distributed.destroy_process_group()

@@ -62,6 +62,7 @@ class Admin:
             stream.cancel()
 
     def close(self) -> None:
+        """Ends the connection."""
         self.channel.close()
 
     def __enter__(self) -> "Admin":

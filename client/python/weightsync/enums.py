@@ -34,20 +34,27 @@ class DType(enum.IntEnum):
 
     @property
     def floating(self) -> bool:
+        """Whether it is a floating-point type."""
         return self.name.startswith(("F", "BF"))
 
 
 class UpdateMode(enum.IntEnum):
+    """Whether a version is gathered beside the one that serves, or written over it while replicas are paused."""
+
     STAGE = 1
     STREAM = 2
 
 
 class PublishMode(enum.IntEnum):
+    """Whether publish() copies the trainer's tensors, or they are read where they lie until the update ends."""
+
     SNAPSHOT = 1
     IN_PLACE = 2
 
 
 class PauseMode(enum.IntEnum):
+    """What becomes of requests that run when a replica is paused: ended, finished, frozen; or nothing is paused."""
+
     ABORT = 1
     DRAIN = 2
     KEEP = 3
@@ -55,6 +62,8 @@ class PauseMode(enum.IntEnum):
 
 
 class TransferPolicy(enum.IntEnum):
+    """Which way bytes take between nodes."""
+
     AUTO = 1
     SHARDED = 2
     PAIRED = 3
@@ -70,11 +79,15 @@ class TransferMedium(enum.IntEnum):
 
 
 class DeliveryPolicy(enum.IntEnum):
+    """Whether every version is delivered, or waiting ones give way to newer ones (SUPERSEDED)."""
+
     QUEUE = 1
     LATEST = 2
 
 
 class OnStraggler(enum.IntEnum):
+    """What becomes of an update for which a replica is too late: it is aborted, or goes on without."""
+
     ABORT = 1
     EVICT = 2
 

@@ -36,6 +36,9 @@ class WeightsyncError(Exception):
 
     code: Code = Code.UNKNOWN
 
+    # Those that are an OSError too would print its errno and file.
+    __str__ = Exception.__str__
+
     def __init__(
         self,
         reason: str,
@@ -70,12 +73,13 @@ class FailedPreconditionError(WeightsyncError, RuntimeError):
 
 
 class NotFoundError(WeightsyncError, LookupError):
+    """What was named is not there."""
+
     code = Code.NOT_FOUND
 
 
 class CheckpointNotFoundError(NotFoundError, FileNotFoundError):
-    # OSError prints its own arguments.
-    __str__ = Exception.__str__
+    """There is no checkpoint."""
 
 
 class AlreadyExistsError(WeightsyncError, RuntimeError):
@@ -85,33 +89,31 @@ class AlreadyExistsError(WeightsyncError, RuntimeError):
 
 
 class CheckpointExistsError(AlreadyExistsError, FileExistsError):
-    __str__ = Exception.__str__
+    """There is something already."""
 
 
 class PermissionDeniedError(WeightsyncError, PermissionError):
-    code = Code.PERMISSION_DENIED
+    """The daemon, or the machine, does not let this user."""
 
-    __str__ = Exception.__str__
+    code = Code.PERMISSION_DENIED
 
 
 class UnauthenticatedError(WeightsyncError, PermissionError):
-    code = Code.UNAUTHENTICATED
+    """The daemon wants to know who is calling."""
 
-    __str__ = Exception.__str__
+    code = Code.UNAUTHENTICATED
 
 
 class DeadlineExceededError(WeightsyncError, TimeoutError):
-    code = Code.DEADLINE_EXCEEDED
+    """It took longer than was given; what it was may still happen."""
 
-    __str__ = Exception.__str__
+    code = Code.DEADLINE_EXCEEDED
 
 
 class UnavailableError(WeightsyncError, ConnectionError):
     """The daemon cannot be reached now: try again."""
 
     code = Code.UNAVAILABLE
-
-    __str__ = Exception.__str__
 
 
 class ResourceExhaustedError(WeightsyncError, RuntimeError):
@@ -125,7 +127,7 @@ class MemoryExhaustedError(ResourceExhaustedError, MemoryError):
 
 
 class DiskFullError(ResourceExhaustedError, OSError):
-    __str__ = Exception.__str__
+    """There is no room on a disk."""
 
 
 class AbortedError(WeightsyncError, RuntimeError):
@@ -135,14 +137,20 @@ class AbortedError(WeightsyncError, RuntimeError):
 
 
 class UnimplementedError(WeightsyncError, NotImplementedError):
+    """This release, or this engine, cannot do it."""
+
     code = Code.UNIMPLEMENTED
 
 
 class CancelledError(WeightsyncError, RuntimeError):
+    """It was called off."""
+
     code = Code.CANCELLED
 
 
 class OutOfRangeError(WeightsyncError, ValueError):
+    """Beyond what there is, for example a page."""
+
     code = Code.OUT_OF_RANGE
 
 
@@ -150,8 +158,6 @@ class DataLossError(WeightsyncError, OSError):
     """Bytes went away or are not what they were: memory that vanished, a damaged file or link."""
 
     code = Code.DATA_LOSS
-
-    __str__ = Exception.__str__
 
 
 class InternalError(WeightsyncError, RuntimeError):
@@ -162,8 +168,6 @@ class InternalError(WeightsyncError, RuntimeError):
 
 class StorageError(InternalError, OSError):
     """A disk that cannot be read or written."""
-
-    __str__ = Exception.__str__
 
 
 class UnknownError(WeightsyncError, RuntimeError):

@@ -63,6 +63,7 @@ class Gate:
 
     @property
     def paused(self) -> bool:
+        """Whether some model pauses the engine."""
         return bool(self._pausing)
 
     @property
@@ -71,9 +72,11 @@ class Gate:
         return self._own.version
 
     def pause(self, request: Optional[PauseRequest] = None) -> str:
+        """The hook on_pause: no step begins any more; returns when none runs. STEP_TOO_LONG at the deadline."""
         return self._own.pause(request)
 
     def resume(self, info: Optional[ResumeInfo] = None) -> None:
+        """The hook on_resume: steps begin again."""
         self._own.resume(info)
 
 
@@ -89,6 +92,7 @@ class GatePart:
         self.removed = False
 
     def pause(self, request: Optional[PauseRequest] = None) -> str:
+        """The hook on_pause: no step begins any more; returns when none runs. STEP_TOO_LONG at the deadline."""
         gate = self._gate
         start = time.monotonic()
         with gate._changed:
@@ -98,6 +102,7 @@ class GatePart:
             return f"after {gate._done} steps, waited {(time.monotonic() - start) * 1e3:.0f} ms"
 
     def resume(self, info: Optional[ResumeInfo] = None) -> None:
+        """The hook on_resume: steps begin again."""
         gate = self._gate
         with gate._changed:
             if info is not None:

@@ -229,7 +229,9 @@ class Loads:
         start = time.monotonic()
         try:
             wait(result, max(deadline - start, 0.0))
-        except DeadlineExceededError:
+        except DeadlineExceededError as error:
+            if error.reason != "HOOK_TIMEOUT":
+                raise  # the engine's own
             raise DeadlineExceededError(
                 "LOAD_TIMEOUT", f"The engine has not taken {name} in the time that loading has."
             ) from None

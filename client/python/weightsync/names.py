@@ -10,7 +10,7 @@ A list of rules, applied in order, each to what the one before it left:
     ]
     trainer.register(module, names=rules)
 
-Patterns are of RE2 (no look-around, no back references in the pattern), searched anywhere in the name;
+Patterns are of RE2 (no look-around, no back references in the pattern; `\w` is of ASCII), searched anywhere in the name;
 `\1` to `\9` in a replacement are the pattern's groups, `\\` is a backslash. `weightsyncctl names` reads the same
 rules (client/ctl/mapping.h; client/ctl/testdata/names_cases.json holds the two together). Each rule is checked when tensors are registered:
 one that matches nothing is an error (RULE_UNUSED), as are two tensors that end with one name
@@ -26,27 +26,13 @@ import re
 import warnings
 from typing import Dict, List, Sequence, Tuple, Union
 
+from ._patterns import compile_pattern
 from .errors import invalid
 from .tensors import Part
-
-# What Python's expressions have and RE2's have not.
-_NOT_RE2 = re.compile(
-    r"\(\?(?:[=!>#(]|<[=!]|P=|[a-zA-Z-]*[aLux])|(?<!\\)(?:\\\\)*\\[1-9Z]|(?<!\\)[*+?}]\+|\[\[:|\{,\d"
-)
 
 
 class PatternWarning(UserWarning):
     """Something about names that may be meant so."""
-
-
-def compile_pattern(pattern: str) -> "re.Pattern[str]":
-    found = _NOT_RE2.search(pattern)
-    if found:
-        raise invalid("PATTERN_INVALID", f"{pattern!r}: RE2 has no {found.group()!r}.")
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise invalid("PATTERN_INVALID", f"{pattern!r}: {error}.") from None
 
 
 def _check_template(pattern: str, text: str) -> None:
@@ -334,4 +320,5 @@ def leftovers(ours: Sequence[str], theirs: Sequence[str]) -> Tuple[List[str], Li
 
 
 def warn(message: str) -> None:
+    """Warns as of the caller's caller."""
     warnings.warn(message, PatternWarning, stacklevel=3)

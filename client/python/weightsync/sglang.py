@@ -176,11 +176,13 @@ class Controller:
         self.replica.wait_registered(self.timeout)
 
     def stop(self) -> None:
+        """Ends the replica and the workers; the server goes on."""
         if self.replica is not None:
             self.replica.close()
         self._command(what="stop")
 
     def pause(self, request: PauseRequest) -> str:
+        """The hook on_pause."""
         if request.mode == PauseMode.ABORT:
             mode = "abort"
         elif request.mode == PauseMode.KEEP and not self.radix_cache:
@@ -195,6 +197,7 @@ class Controller:
         return f"SGLang paused ({mode})"
 
     def resume(self, info: ResumeInfo) -> None:
+        """The hook on_resume: what older weights cached is flushed first."""
         if info.weights_changed:
             self._command(what="check", version=info.version, timeout=self.timeout)
             if self.radix_cache:

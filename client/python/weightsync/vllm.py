@@ -26,8 +26,6 @@ read from the store's memory as vLLM asks for them; of an update by STREAM each 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import sys
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from . import _capi
@@ -40,6 +38,7 @@ MODES = {PauseMode.ABORT: "abort", PauseMode.DRAIN: "wait", PauseMode.KEEP: "kee
 
 
 def mode_of(request: PauseRequest) -> str:
+    """vLLM's word for the mode; PAUSE_MODE_UNIMPLEMENTED."""
     mode = MODES.get(request.mode)
     if mode is None:
         raise UnimplementedError("PAUSE_MODE_UNIMPLEMENTED", f"vLLM knows no pause mode {request.mode.name}.")
@@ -123,6 +122,7 @@ class WorkerExtension:
         return index
 
     def weightsync_wait_registered(self, timeout: float = 60.0) -> None:
+        """Returns when the daemon knows this worker."""
         assert self._weightsync_worker is not None
         self._weightsync_worker.wait_registered(timeout)
 
@@ -137,6 +137,7 @@ class WorkerExtension:
         self._weightsync_worker.mark_dropped()
 
     def weightsync_stop(self) -> None:
+        """Ends this process's worker."""
         worker = getattr(self, "_weightsync_worker", None)
         if worker is not None:
             worker.close()
@@ -234,11 +235,13 @@ class Controller(_Control):
         await asyncio.to_thread(self.replica.wait_registered, timeout)
 
     async def stop(self) -> None:
+        """Ends the replica and the workers; the engine goes on."""
         if self.replica is not None:
             await asyncio.to_thread(self.replica.close)
         await self.engine.collective_rpc("weightsync_stop")
 
     async def pause(self, request: PauseRequest) -> str:
+        """The hook on_pause; PAUSE_TOO_LONG, with the engine running, at the deadline."""
         mode = mode_of(request)
         clear = bool(request.update_id) and mode == "keep"
         try:
@@ -252,6 +255,7 @@ class Controller(_Control):
         return f"vLLM paused ({mode})"
 
     async def resume(self, info: ResumeInfo) -> None:
+        """The hook on_resume: prefixes of older weights go first (PREFIX_CACHE_IN_USE)."""
         if info.weights_changed and await self.engine.reset_prefix_cache() is False:
             raise _reset_refused()
         await self.engine.resume_generation()
@@ -302,17 +306,20 @@ class HttpController(_Control):
         return self._call("POST", "/collective_rpc", body=body)
 
     def start(self) -> None:
+        """Makes the workers and the replica, and waits until the daemon knows them."""
         self._rpc("weightsync_start", **self._start_arguments())
         self.replica = self._make_replica(None)
         self._rpc("weightsync_wait_registered", timeout=self.timeout)
         self.replica.wait_registered(self.timeout)
 
     def stop(self) -> None:
+        """Ends the replica and the workers; the server goes on."""
         if self.replica is not None:
             self.replica.close()
         self._rpc("weightsync_stop")
 
     def pause(self, request: PauseRequest) -> str:
+        """The hook on_pause; PAUSE_TOO_LONG, with the engine running, at the deadline."""
         mode = mode_of(request)
         clear = "true" if request.update_id and mode == "keep" else "false"
         try:
@@ -325,117 +332,11 @@ class HttpController(_Control):
         return f"vLLM paused ({mode})"
 
     def resume(self, info: ResumeInfo) -> None:
+        """The hook on_resume: prefixes of older weights go first (PREFIX_CACHE_IN_USE)."""
         if info.weights_changed:
             if self._call("POST", "/reset_prefix_cache").get("success") is False:
                 raise _reset_refused()
         self._call("POST", "/resume")
-
-
-# ---- vLLM's own interface for weight transfer ----
-
-
-# Only where this program is vLLM: a controller elsewhere needs none of it.
-_Engine: Any = object
-_Init: Any = object
-_Update: Any = object
-if "vllm" in sys.modules:
-    try:
-        from vllm.distributed.weight_transfer import base as _base
-    except ImportError:
-        pass
-    else:
-        _Engine, _Init = _base.WeightTransferEngine, _base.WeightTransferInitInfo
-        _Update = _base.WeightTransferUpdateInfo
-
-
-@dataclasses.dataclass
-class InitInfo(_Init):
-    """What POST /init_weight_transfer_engine gives, as `init_info`."""
-
-    model: str
-    replica: str
-    incarnation: str
-    workers: int
-    address: Optional[str] = None
-    timeout: float = 60.0
-
-
-@dataclasses.dataclass
-class UpdateInfo(_Update):
-    """What POST /update_weights gives, as `update_info`: which version must be there."""
-
-    version: int
-    timeout: float = 120.0
-
-
-class TransferEngine(_Engine):
-    """A weight transfer engine of vLLM (0.25 and newer): `--weight-transfer-config '{"backend": "weightsync"}'`.
-
-    The bytes come through the daemon, while a replica elsewhere (a Controller whose engine has no
-    WorkerExtension, or any weightsync.Replica) has the engine paused. receive_weights waits until the version
-    that it names is installed, so that vLLM's own session and version label end after it and never before.
-    """
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
-    defers_processing = False
-
-    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        self.config = config
-        self._vllm_config = vllm_config
-        self._device = device
-        self._model = model
-        self._worker: Optional[Worker] = None
-        self._updating = False
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()
-        parallel = self._vllm_config.parallel_config
-        self._worker = Worker(
-            init_info.model,
-            init_info.replica,
-            load_weights=lambda pairs: load_into(self._model, self._vllm_config, self._device, pairs),
-            views="torch",
-            index=int(parallel.rank),
-            workers=init_info.workers,
-            incarnation=init_info.incarnation,
-            address=init_info.address,
-            client="vllm transfer engine",
-        )
-        self._worker.wait_registered(init_info.timeout)
-
-    def parse_init_info(self, given: Dict[str, Any]) -> InitInfo:
-        return InitInfo(**given)
-
-    def parse_update_info(self, given: Dict[str, Any]) -> UpdateInfo:
-        return UpdateInfo(**given)
-
-    def start_weight_update(self) -> None:
-        if self._worker is None:
-            raise RuntimeError("init_transfer_engine was not called")
-        if self._updating:
-            raise RuntimeError("an update is under way")
-        self._updating = True
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        if not self._updating or self._worker is None:
-            raise RuntimeError("start_weight_update was not called")
-        self._worker.wait_installed(update_info.version, update_info.timeout)
-
-    def update_weights(self, update_info: Dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def finish_weight_update(self) -> None:
-        if not self._updating:
-            raise RuntimeError("start_weight_update was not called")
-        self._updating = False
-
-    def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        self._updating = False
 
 
 def register() -> None:
@@ -445,6 +346,16 @@ def register() -> None:
     except ImportError:
         return  # a release without the interface
     try:
-        WeightTransferEngineFactory.register_engine("weightsync", "weightsync.vllm", "TransferEngine")
+        WeightTransferEngineFactory.register_engine("weightsync", "weightsync.vllm_transfer", "TransferEngine")
     except ValueError:
         pass  # registered already: plugins are loaded in every process, some twice
+
+
+def __getattr__(name: str) -> Any:
+    # Its base class is vLLM's, which a controller elsewhere does not have; and who imports this before vLLM must
+    # not be left with another one.
+    if name in ("TransferEngine", "InitInfo", "UpdateInfo"):
+        from . import vllm_transfer
+
+        return getattr(vllm_transfer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import ctypes
 import dataclasses
-import inspect
 import time
 import warnings
 from typing import Any, Awaitable, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
@@ -14,8 +12,9 @@ from typing import Any, Awaitable, Callable, Dict, Iterable, List, Mapping, Opti
 import numpy
 
 from . import _capi, names as name_rules, tensors
+from ._waiting import Loop
 from .enums import DType, InstalledState, PauseMode
-from .errors import DeadlineExceededError, FailedPreconditionError, UnimplementedError, WeightsyncError, invalid
+from .errors import DeadlineExceededError, UnimplementedError, WeightsyncError, invalid
 from .loads import Loads
 
 
@@ -74,46 +73,6 @@ PauseHook = Callable[[PauseRequest], Union[None, str, Awaitable[Optional[str]]]]
 ResumeHook = Callable[[ResumeInfo], Union[None, Awaitable[None]]]
 
 
-class _Loop:
-    """Runs hooks of either kind on the library's threads, coroutines on the engine's event loop."""
-
-    def __init__(self, loop: Optional[asyncio.AbstractEventLoop]) -> None:
-        if loop is None:
-            try:
-                loop = asyncio.get_running_loop()
-            except RuntimeError:
-                pass
-        self._loop = loop
-
-    def wait(self, result: Any, timeout: float) -> Any:
-        """What `result`, or what it is a promise of, is in the end."""
-        if isinstance(result, concurrent.futures.Future):
-            return self._result(result, timeout)
-        if not inspect.isawaitable(result):
-            return result
-
-        async def wait_for() -> Any:
-            return await result
-
-        if self._loop is None or self._loop.is_closed():
-            if isinstance(result, asyncio.Future):
-                raise FailedPreconditionError(
-                    "LOOP_MISSING", "A hook returned an asyncio future; say with `loop` which loop it is of."
-                )
-            return asyncio.run(asyncio.wait_for(wait_for(), timeout))
-        return self._result(asyncio.run_coroutine_threadsafe(wait_for(), self._loop), timeout)
-
-    @staticmethod
-    def _result(future: "concurrent.futures.Future[Any]", timeout: float) -> Any:
-        try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if future.done():
-                raise
-            future.cancel()
-            raise DeadlineExceededError("HOOK_TIMEOUT", f"A hook did not end in {timeout:.0f} s.") from None
-
-
 class Replica:
     """One engine instance: is paused and resumed around the installation of an update.
 
@@ -134,7 +93,8 @@ class Replica:
       on_pause: stops generating, and returns when no worker reads weights any more; what it returns is shown
         to people ("drained 3 requests"). After an error the engine counts as neither paused nor running.
       on_resume: generates again. Where `weights_changed`, caches made with older weights must go first.
-      on_version: called before on_resume when the weights are others than before.
+      on_version: called before on_resume when the weights are others than before; once for each version, but
+        again after it has raised.
       on_remove: the engine can go on without the model, an adapter, which may so be removed
         (`weightsyncctl remove`): called before on_resume when it was; drops what the engine made of it. The
         next version that is published brings the model back.
@@ -176,9 +136,10 @@ class Replica:
         self._on_resume = on_resume
         self._on_version = on_version
         self._on_remove = on_remove
-        self._hooks = _Loop(loop)
+        self._hooks = Loop(loop)
         self._resume_timeout = resume_timeout
         self._served: Tuple[str, int] = ("", 0)
+        self._told = ""
         pause = _capi.ON_PAUSE(_capi.guarded(self._pause))
         resume = _capi.ON_RESUME(_capi.guarded(self._resume))
         options = _capi.ReplicaOptions(
@@ -221,8 +182,10 @@ class Replica:
         )
         if info.removed and self._on_remove is not None:
             self._hooks.wait(self._on_remove(info), self._resume_timeout)
-        if self._on_version is not None and info.update_id and info.update_id != self._served[0]:
+        if self._on_version is not None and info.update_id and info.update_id != self._told:
             self._hooks.wait(self._on_version(info), self._resume_timeout)
+            # Once for each, also when on_resume has to be called again.
+            self._told = info.update_id
         if self._on_resume is not None:
             self._hooks.wait(self._on_resume(info), self._resume_timeout)
         self._served = (info.update_id, info.version)
@@ -249,6 +212,7 @@ class Replica:
 
     @property
     def paused(self) -> bool:
+        """Whether its engine stands paused."""
         return bool(self._handle.call("paused"))
 
     def check(self) -> None:
@@ -283,8 +247,9 @@ class Worker:
         worker = weightsync.Worker("policy", "replica-0", load=engine.load_weight, on_pause=…, on_resume=…)
 
     `load(name, tensor)` is called for every parameter of an update, while the replica is paused, and may
-    return a future (of concurrent.futures, or an awaitable) that ends when the engine has taken it; the update
-    counts as installed when all have. The tensor may be used until then; its memory is used again for the next
+    return a future (of concurrent.futures, torch.futures or multiprocessing, or an awaitable) that ends when the
+    engine has taken it; the update counts as installed when all have. What a future ends with is as if the
+    callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until then; its memory is used again for the next
     ones. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
     whole. The model is not held once more: tensors come one by one, as many at a time as `load_buffer_bytes`
     holds (at least one); those that the engine has not taken yet are waited for.
@@ -368,7 +333,7 @@ class Worker:
         self.index = index
         self.replica: Optional[Replica] = None
         self._address = address
-        self._hooks = _Loop(loop)
+        self._hooks = Loop(loop)
         if load is not None and load_weights is not None:
             raise invalid("OPTION_UNKNOWN", "Give load or load_weights, not both.")
         self._load_weights = load_weights
@@ -609,6 +574,7 @@ class Worker:
 
     @property
     def installed(self) -> Installed:
+        """What lies in its tensors now."""
         found = _capi.Installed()
         self._handle.call("installed", ctypes.byref(found))
         return Installed(InstalledState(found.state), _capi.text(found.update_id), found.version)

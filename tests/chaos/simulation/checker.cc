@@ -172,6 +172,8 @@ void Checker::Adopted() {
       if (served.second >= removal_) served.second = 0;
     }
   }
+  // What they served may be lost.
+  for (const std::string& replica : fresh_) served_[replica] = 0;
 }
 
 void Checker::Held(const std::string& replica, bool held) {
@@ -183,7 +185,8 @@ void Checker::Held(const std::string& replica, bool held) {
 }
 
 void Checker::Restarted(const std::string& replica) {
-  served_[replica] = 0;
+  fresh_.insert(replica);
+  if (adopted_) served_[replica] = 0;
   without_.erase(replica);
   // It comes up running, and is asked to pause.
   held_.erase(replica);
@@ -227,6 +230,8 @@ void Checker::Serves(const std::string& replica,
   } else {
     without_.erase(replica);
   }
+  if (workers[0].kind == Memory::kOwn && fresh_.count(replica) != 0) return;
+  fresh_.erase(replica);
   int& before = served_[replica];
   const bool rolled_back =
       !rolled_back_to_.empty() && order >= commits_[rolled_back_to_];

@@ -13,6 +13,7 @@
 #include "glog/logging.h"
 #include "gtest/gtest.h"
 #include "tests/chaos/simulation/checker.h"
+#include "tests/chaos/simulation/plants.h"
 #include "tests/chaos/simulation/small_objects.h"
 #include "tests/chaos/simulation/world.h"
 
@@ -71,13 +72,6 @@ TEST(SimulationTest, ASeedReplaysExactly) {
   }
 }
 
-// The sentence that must be among those of some history.
-struct Plant {
-  const char* name;
-  Planted planted;
-  const char* sentence;
-};
-
 class CheckerTest : public ::testing::TestWithParam<Plant> {};
 
 TEST_P(CheckerTest, ReportsIt) {
@@ -92,26 +86,10 @@ TEST_P(CheckerTest, ReportsIt) {
   FAIL() << "nobody noticed";
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Planted, CheckerTest,
-    ::testing::Values(
-        Plant{"CommitAfterTelling", Planted::kCommitAfterTelling,
-              "which is not committed"},
-        Plant{"CommitForgotten", Planted::kCommitForgotten,
-              "was aborted after its commit"},
-        Plant{"MixedReplica", Planted::kMixedReplica, "generates with a mix"},
-        Plant{"PauseNotDone", Planted::kPauseNotDone,
-              "while the engine generates"},
-        Plant{"NoDeadlines", Planted::kNoDeadlines, "stuck after"},
-        Plant{"AnswerLost", Planted::kAnswerLost, "stuck after"},
-        Plant{"TwoOutcomes", Planted::kTwoOutcomes, "two outcomes"},
-        Plant{"OlderWeights", Planted::kOlderWeights,
-              "older than what it served before"},
-        Plant{"HoldForgotten", Planted::kHoldForgotten,
-              "although an operator holds it paused"},
-        Plant{"ReleaseForgotten", Planted::kReleaseForgotten,
-              "older than what it served before"}),
-    [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Planted, CheckerTest, ::testing::ValuesIn(kPlants),
+                         [](const auto& test) {
+                           return std::string(test.param.name);
+                         });
 
 // The sentences themselves: what names nobody helps nobody.
 TEST(CheckerSentencesTest, AnAbortThatNamesNobodyIsReported) {
