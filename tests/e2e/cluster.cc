@@ -236,7 +236,7 @@ TestTrainer::TestTrainer(Cluster* cluster,
   const int ranks = static_cast<int>(nodes.size());
   for (int i = 0; i < ranks; ++i) {
     client::TrainerOptions options;
-    options.address = addresses[i];
+    options.address = cluster->address(nodes[i]);
     options.model = "test";
     options.rank = i;
     options.world_size = ranks;
@@ -335,7 +335,7 @@ TestReplica::TestReplica(const std::vector<std::string>& addresses,
     memory->set[0].resize(demo::PlaceTensors(&tensors, nullptr));
     demo::PlaceTensors(&tensors, memory->set[0].data());
     client::WorkerOptions options;
-    options.address = cluster->address(nodes[i]);
+    options.address = addresses[i];
     options.model = "test";
     options.replica = name;
     options.incarnation = incarnation;

@@ -162,7 +162,7 @@ def sources():
         for path in sorted((readme.ROOT / room).rglob("*")):
             if path.suffix not in (".h", ".cc"):
                 continue
-            if re.search(r"test|fake|conformance|bench|sim_", path.name):
+            if re.search(r"test|fake|conformance|bench|sim_|^eventually", path.name):
                 continue
             name = str(path.relative_to(readme.ROOT))
             if not name.startswith("transport/fault/"):
