@@ -16,8 +16,8 @@ after the other. The tokens of each version were those of a fresh engine that lo
 prefix that was cached before a switch was used after it (num_cached_tokens).
 What was not: any GPU (CUDA graphs, quantised models, sleep), more than one worker process (tensor or pipeline
 parallel), ABORT, and HttpController; their calls are tested against fakes of the documented interfaces. Releases
-other than 0.32.0 were only read: pause and resume with modes are there since 0.16, and weight transfer engines
-that get the model, which TransferEngine needs, since 0.25; 0.33 has the same interfaces.
+other than 0.32.0 were only read, in sources and documentation, and not run: pause and resume with modes are there
+since 0.16, and weight transfer engines that get the model, which TransferEngine needs, since 0.25.
 
 How pauses map: ABORT "abort", DRAIN "wait", KEEP "keep". vLLM's "wait" has no deadline of its own: at that of
 the update the engine is resumed and the pause counts as failed. Blocks of the prefix cache do not know which
