@@ -92,6 +92,7 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   coordinator.heartbeat_timeout = deadlines.heartbeat;
   coordinator.node_reconnect_grace = deadlines.node_reconnect_grace;
   coordinator.recovery_timeout = deadlines.recovery;
+  coordinator.max_staleness = deadlines.max_staleness;
   coordinator.apply_attempts = options.apply_attempts;
   coordinator.max_reconfigurations = options.max_reconfigurations;
   coordinator.bucket_bytes = options.bucket_bytes;
@@ -327,6 +328,7 @@ absl::Status DaemonImpl::StartTransport() {
   endpoint.bind_host = options_.data_address;
   endpoint.first_port = options_.data_port_first;
   endpoint.last_port = options_.data_port_last;
+  endpoint.handshake_deadline = options_.deadlines.handshake;
   endpoint.faults = options_.faults;
   if (options_.nccl || options_.cuda_memory) {
     const absl::Status status = StartDevices();
@@ -369,6 +371,7 @@ absl::Status DaemonImpl::StartDevices() {
   agent.config.slots = options_.cuda_memory ? options_.gpu_slots : 0;
   agent.config.slot_bytes = options_.bucket_bytes;
   agent.config.nccl_max_ctas = options_.nccl_max_ctas;
+  agent.config.nccl_cta_policy = options_.nccl_cta_policy;
   agent.config.nccl_staging_bytes = kNcclStagingBytes;
   agent.fd_socket_prefix = options_.unix_socket + ".gpu";
   agent.start_deadline = options_.deadlines.device;
@@ -542,15 +545,15 @@ absl::Status DaemonImpl::StartPages() {
   auto pages = HttpServer::Start(
       http_.text(), {{"/metrics", kMetricsType,
                       [this, patience]() -> absl::StatusOr<std::string> {
-                        auto memory = agent_->AskMemory(patience);
-                        if (!memory.ok()) return memory.status();
+                        auto figures = agent_->AskFigures(patience);
+                        if (!figures.ok()) return figures.status();
                         return RenderMetrics(options_.node, kSoftwareVersion,
-                                             *memory);
+                                             *figures);
                       }},
                      {"/healthz", "text/plain; charset=utf-8",
                       [this, patience]() -> absl::StatusOr<std::string> {
-                        auto memory = agent_->AskMemory(patience);
-                        if (!memory.ok()) return memory.status();
+                        auto figures = agent_->AskFigures(patience);
+                        if (!figures.ok()) return figures.status();
                         return std::string("ok\n");
                       }}});
   if (!pages.ok()) return pages.status();

@@ -39,6 +39,10 @@ struct Deadlines {
   // Of what operators ask for.
   absl::Duration operation = absl::Minutes(10);
 
+  // Between nodes whose bytes are on the way: silence, and strangers.
+  absl::Duration peer = absl::Seconds(10);
+  absl::Duration handshake = absl::Seconds(5);
+
   // Of leases.
   absl::Duration heartbeat_interval = absl::Seconds(1);
   absl::Duration heartbeat = absl::Seconds(5);
@@ -104,6 +108,7 @@ struct Options {
   int64_t device_store_bytes = 0;
   // Of its SMs, for each operation.
   int nccl_max_ctas = 4;
+  int nccl_cta_policy = 1;  // as nccl.h numbers them: efficiency
 
   // Journal and identity; made when missing.
   std::string state_dir;

@@ -62,34 +62,53 @@ std::string ScaleName(const Param& param) {
   return absl::StrCat(param.name, "_scale_inv");
 }
 
+absl::StatusOr<Param> ScaleParam(const Param& param) {
+  if (param.shape.size() != 2) {
+    return Refuse(param,
+                  absl::StrCat("only matrices are cast in blocks, and it has "
+                               "shape ",
+                               DimsString(param.shape), "; keep it BF16"));
+  }
+  Param scale;
+  scale.name = ScaleName(param);
+  scale.dtype = DType::kF32;
+  scale.shape = {Blocks(param.shape[0]), Blocks(param.shape[1])};
+  scale.component = param.component;
+  return scale;
+}
+
 absl::StatusOr<uint32_t> ScaleOf(const Catalog& catalog, uint32_t ordinal) {
   const Param& param = catalog.param(ordinal);
-  if (param.shape.size() != 2) {
-    return Refuse(param, "only matrices are cast in blocks");
-  }
-  const absl::optional<uint32_t> scale = catalog.Find(ScaleName(param));
-  const Dims shape = {Blocks(param.shape[0]), Blocks(param.shape[1])};
-  if (!scale.has_value() || catalog.param(*scale).dtype != DType::kF32 ||
-      catalog.param(*scale).shape != shape) {
+  const absl::StatusOr<Param> want = ScaleParam(param);
+  if (!want.ok()) return want.status();
+  const absl::optional<uint32_t> scale = catalog.Find(want->name);
+  if (!scale.has_value() || catalog.param(*scale).dtype != want->dtype ||
+      catalog.param(*scale).shape != want->shape) {
     return Refuse(param,
-                  absl::StrCat("that needs a parameter '", ScaleName(param),
-                               "' of F32 and shape ", DimsString(shape)));
+                  absl::StrCat("that needs a parameter '", want->name,
+                               "' of F32 and shape ", DimsString(want->shape)));
   }
   return *scale;
 }
 
 absl::StatusOr<Box> ScaleBoxOf(const Catalog& catalog, uint32_t ordinal,
                                const Box& box) {
-  const Param& param = catalog.param(ordinal);
+  return ScaleBoxOf(catalog.param(ordinal), box);
+}
+
+absl::StatusOr<Box> ScaleBoxOf(const Param& param, const Box& box) {
   Box scale;
   for (int d = 0; d < box.dims(); ++d) {
     const int64_t end = box.end(d);
     if (box.offset[d] % kScaleBlock != 0 ||
         (end % kScaleBlock != 0 && end != param.shape[d])) {
-      return Refuse(param,
-                    absl::StrCat("the shard ", BoxString(box),
-                                 " cuts through blocks of ", kScaleBlock, " x ",
-                                 kScaleBlock, ", whose scales it cannot know"));
+      return Refuse(
+          param,
+          absl::StrCat("the shard ", BoxString(box), " cuts through blocks of ",
+                       kScaleBlock, " x ", kScaleBlock,
+                       ", whose scales it cannot know; shard it by "
+                       "multiples of ",
+                       kScaleBlock, ", or gather it"));
     }
     scale.offset.push_back(box.offset[d] / kScaleBlock);
     scale.extent.push_back(Blocks(end) - box.offset[d] / kScaleBlock);

@@ -36,8 +36,13 @@ std::string ScaleName(const Param& param);
 // with one element for each block.
 absl::StatusOr<uint32_t> ScaleOf(const Catalog& catalog, uint32_t ordinal);
 
+// The scales' parameter, as ScaleOf wants it, in the component of `param`.
+// DTYPE_MISMATCH, naming it: it has no two dimensions.
+absl::StatusOr<Param> ScaleParam(const Param& param);
+
 // The box of scales that belongs to a box of an F8_E4M3 parameter.
 // DTYPE_MISMATCH when it cuts through a block.
+absl::StatusOr<Box> ScaleBoxOf(const Param& param, const Box& box);
 absl::StatusOr<Box> ScaleBoxOf(const Catalog& catalog, uint32_t ordinal,
                                const Box& box);
 

@@ -233,7 +233,7 @@ fi
 
 if [[ -z "$fast" ]] && wanted chaos; then
   heading "chaos (each trial is a test)"
-  tests/chaos/run.sh --trials 30 --minutes 5 --seed 1 --json "$work/chaos.json" ||
+  tests/chaos/run.sh --trials 32 --minutes 8 --seed 1 --json "$work/chaos.json" ||
     echo "chaos: there are findings"
   add chaos "$work/chaos.json"
   took

@@ -145,7 +145,13 @@ absl::Status ToTensors(const weightsync_tensor* from, size_t count,
       return invalid("ARGUMENT_MISSING", "it needs memory.");
     }
     made.on_gpu = (tensor.dtype & WEIGHTSYNC_ON_GPU) != 0;
-    const int32_t dtype = tensor.dtype & ~WEIGHTSYNC_ON_GPU;
+    constexpr int32_t kStored = WEIGHTSYNC_STORED_AS(0xff);
+    const int32_t stored = (tensor.dtype & kStored) >> 8;
+    if (!v1::DType_IsValid(stored)) {
+      return invalid("DTYPE_UNKNOWN", "it is stored as no type that is known.");
+    }
+    made.stored_dtype = static_cast<v1::DType>(stored);
+    const int32_t dtype = tensor.dtype & ~WEIGHTSYNC_ON_GPU & ~kStored;
     made.dtype = v1::DType_IsValid(dtype) ? static_cast<v1::DType>(dtype)
                                           : v1::DTYPE_UNSPECIFIED;
     made.shape.assign(tensor.shape, tensor.shape + dimensions);

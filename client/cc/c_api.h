@@ -90,9 +90,13 @@ void weightsync_default_address(char address[256]);
  * that does not know it answers DTYPE_UNKNOWN. */
 #define WEIGHTSYNC_ON_GPU 0x10000
 
+/* Added to dtype, for trainers: the elements lie here as `stored` (of DType),
+ * and are cast by the daemon when it copies them out. */
+#define WEIGHTSYNC_STORED_AS(stored) ((stored) << 8)
+
 typedef struct weightsync_tensor {
   const char* name;
-  /* Of DType, and WEIGHTSYNC_ON_GPU. */
+  /* Of DType, WEIGHTSYNC_STORED_AS and WEIGHTSYNC_ON_GPU. */
   int32_t dtype;
   int32_t dimensions;
   /* Of the whole parameter. */

@@ -358,6 +358,24 @@ TEST_F(CApiTest, MemoryThatTheCallerOwns) {
   EXPECT_EQ(seen.shards(1).region(), 0);
   EXPECT_EQ(seen.shards(2).region(), 1);
 
+  // fp32 masters of fp16: the daemon is told how they lie there.
+  weightsync_tensor cast = tensors[1];
+  const int64_t few[] = {4096 / 4};
+  cast.shape = few;
+  cast.dtype = v1::DTYPE_F16 | WEIGHTSYNC_STORED_AS(v1::DTYPE_F32);
+  ASSERT_NO_ERROR(weightsync_trainer_register(trainer_, &cast, 1, 10, nullptr));
+  EXPECT_EQ(seen.shards(0).parameter().dtype(), v1::DTYPE_F16);
+  EXPECT_EQ(seen.shards(0).dtype(), v1::DTYPE_F32);
+  const int64_t more[] = {4096 / 4 + 1};
+  cast.shape = more;
+  EXPECT_EQ(
+      ReasonOf(weightsync_trainer_register(trainer_, &cast, 1, 10, nullptr)),
+      "MEMORY_OUT_OF_RANGE");
+  cast.dtype = v1::DTYPE_F16 | WEIGHTSYNC_STORED_AS(99);
+  EXPECT_EQ(
+      ReasonOf(weightsync_trainer_register(trainer_, &cast, 1, 10, nullptr)),
+      "DTYPE_UNKNOWN");
+
   weightsync_trainer_forget_shared_memory(trainer_, data);
   EXPECT_EQ(
       ReasonOf(weightsync_trainer_register(trainer_, tensors, 3, 10, nullptr)),

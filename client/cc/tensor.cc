@@ -1,5 +1,7 @@
 #include "client/cc/tensor.h"
 
+#include <algorithm>
+
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -45,16 +47,22 @@ int64_t DTypeBytes(v1::DType dtype) {
   }
 }
 
+int64_t StoredBytes(const Tensor& tensor) {
+  return DTypeBytes(tensor.stored_dtype == v1::DTYPE_UNSPECIFIED
+                        ? tensor.dtype
+                        : tensor.stored_dtype);
+}
+
 absl::Status CheckTensor(const Tensor& tensor) {
   if (tensor.name.empty()) {
     return ErrorStatus(absl::StatusCode::kInvalidArgument, "NAME_INVALID",
                        "A tensor has no name.");
   }
-  const int64_t element = DTypeBytes(tensor.dtype);
-  if (element == 0) {
+  const int64_t element = StoredBytes(tensor);
+  if (element == 0 || DTypeBytes(tensor.dtype) == 0) {
     return Invalid("DTYPE_UNKNOWN", tensor, "give it an element type.");
   }
-  int64_t bytes = element;
+  int64_t bytes = std::max(element, DTypeBytes(tensor.dtype));
   for (const int64_t extent : tensor.shape) {
     if (extent <= 0 || extent > kMaxDimension ||
         __builtin_mul_overflow(bytes, extent, &bytes)) {
@@ -114,6 +122,11 @@ absl::Status CheckTensors(absl::Span<const Tensor> tensors, bool unique_names) {
     if (unique_names && !names.insert(tensor.name).second) {
       return Invalid("DUPLICATE_NAME", tensor, "the name occurs twice.");
     }
+    if (unique_names && tensor.stored_dtype != v1::DTYPE_UNSPECIFIED &&
+        tensor.stored_dtype != tensor.dtype) {
+      return Invalid("DTYPE_MISMATCH", tensor,
+                     "a worker gets it in the parameter's type and no other.");
+    }
   }
   return absl::OkStatus();
 }
@@ -129,7 +142,7 @@ int64_t PartElements(const Tensor& tensor) {
 }
 
 int64_t PartBytes(const Tensor& tensor) {
-  return PartElements(tensor) * DTypeBytes(tensor.dtype);
+  return PartElements(tensor) * StoredBytes(tensor);
 }
 
 std::vector<int64_t> PartStrides(const Tensor& tensor) {
@@ -151,7 +164,7 @@ int64_t SpanBytes(const Tensor& tensor) {
   for (size_t d = 0; d < extent.size(); ++d) {
     last += (extent[d] - 1) * strides[d];
   }
-  return (last + 1) * DTypeBytes(tensor.dtype);
+  return (last + 1) * StoredBytes(tensor);
 }
 
 namespace {
@@ -185,6 +198,7 @@ v1::TensorShard ToTensorShard(const Tensor& tensor, int region,
   shard.set_region(region);
   shard.set_offset_bytes(offset_bytes);
   for (const int64_t stride : tensor.strides) shard.add_strides(stride);
+  shard.set_dtype(tensor.stored_dtype);
   return shard;
 }
 

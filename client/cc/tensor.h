@@ -26,6 +26,10 @@ struct Tensor {
   std::string name;
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
   std::vector<int64_t> shape;
+  // How its elements lie here, where a trainer has them in another type: the
+  // daemon casts them when it copies them out (TensorShard.dtype says which to
+  // which). Unset: as the parameter is.
+  v1::DType stored_dtype = v1::DTYPE_UNSPECIFIED;
   // Which part of it lies here. Absent: all of it.
   absl::optional<Box> box;
   // Distance between neighbours in each dimension, in elements (as
@@ -42,6 +46,9 @@ struct Tensor {
 // Bytes of one element; 0 for what is no element type.
 int64_t DTypeBytes(v1::DType dtype);
 
+// Bytes of one element here.
+int64_t StoredBytes(const Tensor& tensor);
+
 // Checks what the daemon would check too, so that a mistake is found where it
 // was made. Each names the tensor.
 //   INVALID_ARGUMENT  DTYPE_UNKNOWN, SHAPE_INVALID (a dimension of zero, less,
@@ -51,14 +58,16 @@ int64_t DTypeBytes(v1::DType dtype);
 //     than 2^63 bytes), NAME_INVALID (empty).
 absl::Status CheckTensor(const Tensor& tensor);
 
-// CheckTensor for each; also DUPLICATE_NAME where `unique_names`.
+// CheckTensor for each; also DUPLICATE_NAME where `unique_names`, as workers
+// have them, who get no other type than the parameter's either
+// (DTYPE_MISMATCH).
 absl::Status CheckTensors(absl::Span<const Tensor> tensors, bool unique_names);
 
 // The rest needs a tensor that CheckTensor finds right.
 
 // Extents of the part.
 absl::Span<const int64_t> PartExtent(const Tensor& tensor);
-// Elements and bytes of the part, without gaps.
+// Elements, and bytes as they lie here, of the part, without gaps.
 int64_t PartElements(const Tensor& tensor);
 int64_t PartBytes(const Tensor& tensor);
 // Strides in elements, dense ones filled in.
@@ -66,6 +75,7 @@ std::vector<int64_t> PartStrides(const Tensor& tensor);
 // Bytes from the first to behind the last element, gaps included.
 int64_t SpanBytes(const Tensor& tensor);
 
+// REQUIRES: stored_dtype is unset.
 v1::WantedTensor ToWantedTensor(const Tensor& tensor);
 // `region` and `offset_bytes`: where `data` lies in what is registered.
 v1::TensorShard ToTensorShard(const Tensor& tensor, int region,

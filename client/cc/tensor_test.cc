@@ -93,6 +93,12 @@ TEST(TensorTest, WrongOnesAreNamed) {
             "STRIDES_INVALID");
   EXPECT_EQ(ErrorReason(CheckTensors({Matrix(memory), Matrix(memory)}, true)),
             "DUPLICATE_NAME");
+  Tensor cast = Matrix(memory);
+  cast.stored_dtype = v1::DTYPE_F32;
+  EXPECT_TRUE(CheckTensors({cast}, false).ok());
+  EXPECT_EQ(ErrorReason(CheckTensors({cast}, true)), "DTYPE_MISMATCH");
+  cast.stored_dtype = static_cast<v1::DType>(99);
+  EXPECT_EQ(ErrorReason(CheckTensors({cast}, false)), "DTYPE_UNKNOWN");
 }
 
 TEST(TensorTest, TheWireSaysTheSame) {
@@ -110,6 +116,14 @@ TEST(TensorTest, TheWireSaysTheSame) {
   EXPECT_EQ(shard.region(), 3);
   EXPECT_EQ(shard.offset_bytes(), 128);
   EXPECT_EQ(shard.parameter().dtype(), v1::DTYPE_BF16);
+  EXPECT_EQ(shard.dtype(), v1::DTYPE_UNSPECIFIED);
+  // fp32 masters: twice as far apart, and cast by the daemon.
+  const int64_t span = SpanBytes(tensor), bytes = PartBytes(tensor);
+  tensor.stored_dtype = v1::DTYPE_F32;
+  EXPECT_EQ(SpanBytes(tensor), 2 * span);
+  EXPECT_EQ(PartBytes(tensor), 2 * bytes);
+  EXPECT_EQ(ToTensorShard(tensor, 0, 0).dtype(), v1::DTYPE_F32);
+  EXPECT_EQ(ToTensorShard(tensor, 0, 0).parameter().dtype(), v1::DTYPE_BF16);
 }
 
 }  // namespace

@@ -190,6 +190,41 @@ WORKER  NODE  PID  BYTES  HOLDS                                                 
 )");
 }
 
+TEST(RenderTest, AReplicasHistoryNewestLast) {
+  const auto replica = Parse<v1::Replica>(R"(
+    name: "models/qwen/replicas/r1" state: STATE_PAUSED version: 2
+    update_id: "fedcba9876543210" worker_count: 1 node: "nodes/b"
+    history { replica: "models/qwen/replicas/r1" version: 2
+              update_id: "fedcba9876543210"
+              pause_request_time { seconds: 100 }
+              paused_time { seconds: 100 nanos: 10000000 }
+              applied_time { seconds: 100 nanos: 250000000 }
+              resumed_time { seconds: 100 nanos: 260000000 } }
+    history { replica: "models/qwen/replicas/r1" version: 3
+              update_id: "0123456789abcdef"
+              pause_request_time { seconds: 200 }
+              paused_time { seconds: 201 }
+              resumed_time { seconds: 205 }
+              failure { reason: "PAUSE_TIMEOUT" message: "r2 is late." } }
+    history { replica: "models/qwen/replicas/r1" version: 3
+              update_id: "aaaabbbbccccdddd"
+              pause_request_time { seconds: 300 } })");
+  EXPECT_EQ(RenderReplica(replica),
+            R"(replica      models/qwen/replicas/r1
+state        PAUSED
+serves       version 2 (fedcba98)
+node         nodes/b
+client       -
+incarnation  -
+paused by    -
+
+VERSION  UPDATE    TO PAUSE  TO WRITE  TO RESUME    AWAY  FAILURE
+      2  fedcba98   10.0 ms    240 ms    10.0 ms  260 ms
+      3  01234567    1.00 s         -          -  5.00 s  PAUSE_TIMEOUT
+      3  aaaabbbb         -         -          -       -
+)");
+}
+
 TEST(RenderTest, StatusAtAGlance) {
   Snapshot snapshot;
   snapshot.cluster = Parse<v1::Cluster>(R"(

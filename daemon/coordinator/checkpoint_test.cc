@@ -428,6 +428,8 @@ TEST(DiskTest, TheDeadlineOfReadingStartsWhenTheWritingHasEnded) {
   PublishBoth(&c, By(v1::TRANSFER_MEDIUM_DISK));
   c.Pass(absl::Minutes(11));
   EXPECT_EQ(c.Version().failure().reason(), "SAVE_TIMEOUT");
+  EXPECT_THAT(c.Version().failure().message(),
+              ::testing::HasSubstr("was not written within 10m by node n0"));
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
   EXPECT_EQ(Steps(c).back(), "n0:give_up");
   ExpectNextPublishWorks(&c);
@@ -497,7 +499,7 @@ TEST(DiskTest, WhereTheDiskFailsTooBothReasonsAreNamed) {
   const v1::Version version = c.Version();
   EXPECT_EQ(version.state(), v1::Version::STATE_ABORTED);
   EXPECT_EQ(version.failure().reason(), "CHECKPOINT_ROOT_MISSING");
-  EXPECT_THAT(version.failure().message(), HasSubstr("no root"));
+  EXPECT_THAT(version.failure().message(), HasSubstr("node n0: no root"));
   EXPECT_THAT(version.failure().message(),
               HasSubstr("PEER_LOST: node n1: connection refused"));
   // By disk alone there is one reason.

@@ -214,7 +214,13 @@ Actions CoordinatorCore::OnTick(absl::Time now) {
     for (auto& replica : model.replicas) {
       Step(&replica.second, replica_tick);
     }
-    for (const auto& update : model.updates) Post(*update, tick);
+    FlagStale(&model);
+    for (const auto& update : model.updates) {
+      const bool late =
+          update->machine.blocked && now >= update->machine.deadline;
+      tick.behind = late ? StillRuns(*model.updates[0]) : "";
+      Post(*update, tick);
+    }
     DrainQueue();
     ExpirePublishes(&model);
     TryOpen(&model);
@@ -556,6 +562,7 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
       Step(&replica.second, ReplicaEvent());
     }
   }
+  NoteBack(node->name);
   SayCheckpointsAgain(node->name);
   UpdateEvent back;
   back.kind = UpdateEvent::kNodeBack;
@@ -563,6 +570,7 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
 }
 
 void CoordinatorCore::Disconnected(NodeRun* node) {
+  NoteAway(*node);
   streams_.erase(node->stream);
   node->stream.clear();
   node->ready = false;
@@ -698,7 +706,7 @@ void CoordinatorCore::Forget() {
       named.insert(update->record.layout_id());
       used.insert(update->key);
     }
-    if (model.layout != nullptr) named.insert(model.layout->id());
+    for (std::string& id : model.layouts.ids()) named.insert(std::move(id));
     if (model.fetch != nullptr) used.insert(model.fetch->update);
     for (const v1::Version& version : model.ended) use(version.update_id());
     for (const auto& replica : model.replicas) {

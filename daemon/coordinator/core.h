@@ -2,6 +2,7 @@
 // files, each with one idea.
 //   core.cc          entry points, nodes, heartbeats, ticks
 //   core_members.cc  ranks, replicas and workers come and go
+//   core_stale.cc    replicas that may serve on while their node is away
 //   core_publish.cc  publishes: calls of ranks, opening an update
 //   core_update.cc   events for the update machine, and what its actions mean
 //   core_replica.cc  the same for the replica machines
@@ -205,6 +206,10 @@ struct ReplicaRun {
   // Newest last.
   std::deque<v1::ReplicaTimes> history;
   v1::Failure last_failure;
+  // Nodes of its that are away, with when each was last heard of. What ran
+  // there may run on, with `may_serve`, for sentences.
+  std::map<std::string, absl::Time> away;
+  std::string may_serve;
   // Set while it is not complete after it had been.
   bool lost = false;
   absl::Time lost_time;
@@ -278,16 +283,15 @@ struct ModelRun {
   std::set<std::pair<std::string, std::string>> pins;
   // Newest last.
   std::deque<v1::Version> ended;
-  // Of those before a removal: nodes that come back are told so much still.
+  // Of those that were deleted, or removed with the model: nodes that come back
+  // are told so much still.
   std::deque<v1::EndUpdate> forgotten;
   int64_t epoch = 0;
   std::map<std::string, ReplicaRun> replicas;
   std::unique_ptr<PrepareJob> prepare;
   // In the order in which they came.
   std::vector<std::unique_ptr<LoadRun>> loads;
-  // The layout made last, and from what.
-  std::string layout_input;
-  std::shared_ptr<const KnownLayout> layout;
+  RecentLayouts layouts;
 
   // The newest committed one; no update_id: none.
   const CommittedUpdate& Newest() const;
@@ -392,6 +396,14 @@ class CoordinatorCore {
                            const std::string& incarnation, size_t worker_count,
                            bool is_new);
 
+  // ---- core_stale.cc ----
+  // The replicas with a part at the node: it is away, and back.
+  void NoteAway(const NodeRun& node);
+  std::string MayServe(const ReplicaRun& replica) const;
+  void NoteBack(const std::string& node);
+  // STALE_REPLICA, for those whose node has been away for max_staleness.
+  void FlagStale(ModelRun* model);
+
   // ---- core_publish.cc ----
   void PublishArrived(NodeRun* node, int64_t correlation,
                       const v1::PublishArrived& arrived);
@@ -416,6 +428,9 @@ class CoordinatorCore {
   // ATOMIC_SWAP_REQUIRED.
   Fault CheckPossible(ModelRun* model, const v1::UpdateOptions& options,
                       const std::set<std::string>& replicas);
+  // That an update has not ended, and who it waits for: "version 3 of models/m
+  // is MOVING and waits for node n2".
+  std::string StillRuns(const UpdateRun& update) const;
   void ExpirePublishes(ModelRun* model);
   void FailPublish(const Publish& publish);
   absl::StatusOr<std::shared_ptr<const KnownLayout>> LayoutOfNow(
@@ -607,6 +622,8 @@ class CoordinatorCore {
   void Remove(AdminWait wait, const v1::RemoveModelRequest& call);
   void StartRemoval(ReplicaRun* replica);
   // That it has not been committed, as far as anybody knows.
+  // An update that ended is known to nodes alone from now on.
+  void NoteForgotten(const v1::Version& version, ModelRun* model);
   void SayUnknown(const std::string& node, const std::string& model,
                   const std::string& update_id);
   void SendRemove(ReplicaRun* replica, const ReplicaAction& action);

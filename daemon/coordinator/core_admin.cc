@@ -388,6 +388,8 @@ void CoordinatorCore::DeleteVersion(AdminWait wait,
       DropHeld(&entry.second, model->name, update_id);
     }
   }
+  // A rank of a node that is away may wait to be told (IN_PLACE).
+  NoteForgotten(*shown, model);
   model->commits.erase(
       std::remove_if(model->commits.begin(), model->commits.end(),
                      [&](const CommittedUpdate& commit) {

@@ -369,6 +369,10 @@ void CoordinatorCore::CheckpointWritten(const v1::CheckpointWritten& report) {
     event.kind = CheckpointEvent::kAnswered;
     event.writer = static_cast<int>(i);
     event.fault = FromProto(report.failure());
+    const std::string who = absl::StrCat("node ", writer.node);
+    if (!event.fault.ok() && !absl::StrContains(event.fault.message, who)) {
+      event.fault.message = absl::StrCat(who, ": ", event.fault.message);
+    }
     PostCheckpoint(id, std::move(event));
     return;
   }

@@ -177,6 +177,10 @@ void CoordinatorCore::TickLoads(ModelRun* model) {
                     absl::StrCat("what ", model->name,
                                  " was busy with did not end within ",
                                  absl::FormatDuration(options_.publish_timeout),
+                                 model->updates.empty() ? "" : ": ",
+                                 model->updates.empty()
+                                     ? ""
+                                     : StillRuns(*model->updates[0]),
                                  "; load again when it has"))
             : Fault(StatusCode::kDeadlineExceeded, "PREPARE_TIMEOUT",
                     absl::StrCat(
@@ -238,9 +242,9 @@ void CoordinatorCore::OpenLoad(ModelRun* model, const LoadRun& load) {
     fault.message = absl::StrCat(load.path, ": ", fault.message);
     return FailLoad(model, id, fault);
   }
-  auto known = MakeKnownLayout(registry_.LoadInput(model->name, replicas,
-                                                   parameters, LabelsOf(nodes_),
-                                                   options_.bucket_bytes));
+  auto known = model->layouts.Make(
+      registry_.LoadInput(model->name, replicas, parameters, LabelsOf(nodes_),
+                          options_.bucket_bytes));
   if (!known.ok()) {
     return FailLoad(model, id,
                     Fault(known.status().code(), ErrorReason(known.status()),

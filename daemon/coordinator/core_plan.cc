@@ -166,10 +166,7 @@ absl::StatusOr<PlanInputs> CoordinatorCore::InputsOfPlan(
         StatusCode::kFailedPrecondition, "NO_WORKERS",
         absl::StrCat("no replica of ", request.model(), " is complete yet"));
   }
-  if (model->second.layout != nullptr &&
-      model->second.layout_input == inputs.define.SerializeAsString()) {
-    inputs.known = model->second.layout;
-  }
+  inputs.known = model->second.layouts.Find(inputs.define);
   inputs.policy =
       PolicyFromProto(request.policy() == v1::TRANSFER_POLICY_UNSPECIFIED
                           ? NextPolicy(model->second)

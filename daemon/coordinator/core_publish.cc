@@ -345,17 +345,9 @@ void CoordinatorCore::SendLayout(const KnownLayout& layout,
 
 absl::StatusOr<std::shared_ptr<const KnownLayout>> CoordinatorCore::LayoutOfNow(
     ModelRun* model, std::set<std::string>* replicas) {
-  v1::DefineLayout input = LayoutInputNow(*model, replicas);
-  std::string key = input.SerializeAsString();
-  if (model->layout != nullptr && model->layout_input == key) {
-    return model->layout;
-  }
-  auto known = MakeKnownLayout(std::move(input));
-  if (!known.ok()) return known.status();
-  model->layout = *known;
-  model->layout_input = std::move(key);
-  layouts_[(*known)->id()] = *known;
-  return model->layout;
+  auto known = model->layouts.Make(LayoutInputNow(*model, replicas));
+  if (known.ok()) layouts_[(*known)->id()] = *known;
+  return known;
 }
 
 Fault CoordinatorCore::CheckPossible(ModelRun* model,
@@ -555,19 +547,24 @@ void CoordinatorCore::AddReplicas(const std::set<std::string>& replicas,
   }
 }
 
+std::string CoordinatorCore::StillRuns(const UpdateRun& update) const {
+  const std::string waits_for = WaitsFor(update.machine);
+  return absl::StrCat("version ", update.record.version(), " of ", update.model,
+                      " is ", UpdatePhaseName(update.machine.phase),
+                      waits_for.empty() ? "" : " and waits for ", waits_for);
+}
+
 void CoordinatorCore::ExpirePublishes(ModelRun* model) {
   if (model->book.pending() == nullptr) return;
   const ModelEntry* entry = registry_.FindModel(model->name);
   Fault fault;
   if (now_ < adopting_until_) return;
   if (!model->updates.empty()) {
-    const UpdateRun& oldest = *model->updates[0];
-    fault = Fault(
-        StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
-        absl::StrCat("version ", oldest.record.version(), " of ", model->name,
-                     " was still ", UpdatePhaseName(oldest.machine.phase),
-                     " after ", absl::FormatDuration(options_.publish_timeout),
-                     "; publish again when it has ended"));
+    fault = Fault(StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
+                  absl::StrCat("the update before it did not end within ",
+                               absl::FormatDuration(options_.publish_timeout),
+                               ": ", StillRuns(*model->updates[0]),
+                               "; publish again when it has ended"));
   } else {
     fault = entry->Unpublishable();
   }

@@ -1,6 +1,8 @@
 // What a new term makes of the journal: an update that was not committed is
 // aborted, one that was is rolled forward as its replicas come back.
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "daemon/coordinator/core.h"
 #include "glog/logging.h"
@@ -23,6 +25,28 @@ void CoordinatorCore::Recover(const std::string& name,
     record.set_step(step);
     return record;
   };
+
+  // What ended without a commit, also before others that were committed: who
+  // waits for it shall hear how.
+  const auto& newest = journal.newest;
+  Fault newest_fault;
+  const auto aborted = [&](const internal::v1::UpdateOpened& opened,
+                           const internal::v1::UpdateEnded& ended) {
+    v1::Version record =
+        record_of(opened.update_id(), opened.version(), opened.step());
+    record.set_state(ended.superseded() ? v1::Version::STATE_SUPERSEDED
+                                        : v1::Version::STATE_ABORTED);
+    *record.mutable_failure() = ended.failure();
+    *record.mutable_create_time() = opened.time();
+    *record.mutable_end_time() = ended.time();
+    model->ended.push_back(std::move(record));
+    if (opened.update_id() == newest.update_id()) {
+      newest_fault = FromProto(ended.failure());
+    }
+  };
+  for (const JournalModel::Failed& failed : journal.failed) {
+    aborted(failed.opened, failed.ended);
+  }
 
   const auto& committed = journal.committed;
   const auto commit_of = [&](const internal::v1::UpdateCommitted& record) {
@@ -85,21 +109,6 @@ void CoordinatorCore::Recover(const std::string& name,
   }
 
   // What was not decided is aborted: nobody can have been told otherwise.
-  const auto& newest = journal.newest;
-  Fault newest_fault;
-  const auto aborted = [&](const internal::v1::UpdateOpened& opened,
-                           const v1::Failure& failure, bool superseded) {
-    v1::Version record =
-        record_of(opened.update_id(), opened.version(), opened.step());
-    record.set_state(superseded ? v1::Version::STATE_SUPERSEDED
-                                : v1::Version::STATE_ABORTED);
-    *record.mutable_failure() = failure;
-    *record.mutable_create_time() = opened.time();
-    model->ended.push_back(std::move(record));
-    if (opened.update_id() == newest.update_id()) {
-      newest_fault = FromProto(failure);
-    }
-  };
   for (const auto& opened : journal.unended) {
     if (opened.update_id() == committed.update_id()) continue;
     std::string streamed;
@@ -119,22 +128,19 @@ void CoordinatorCore::Recover(const std::string& name,
     ended->set_version(opened.version());
     *ended->mutable_failure() = ToProto(fault);
     *ended->mutable_time() = ToProto(now_);
-    const v1::Failure failure = ended->failure();
     for (auto& entry : journal_.requests) {
       if (entry.second.opened.update_id() == opened.update_id()) {
-        entry.second.failure = failure;
+        entry.second.failure = ended->failure();
       }
     }
-    aborted(opened, failure, false);
+    aborted(opened, *ended);
   }
-  if (!newest.update_id().empty() && journal.newest_ended &&
-      !newest.learned() && newest.update_id() != committed.update_id() &&
-      !journal.newest_end.active()) {
-    aborted(newest, journal.newest_end.failure(),
-            journal.newest_end.superseded());
-  }
+  std::stable_sort(model->ended.begin(), model->ended.end(),
+                   [](const v1::Version& a, const v1::Version& b) {
+                     return a.version() < b.version();
+                   });
   model->book.Recover(journal.floor, journal.publish_index, newest.update_id(),
-                      newest_fault);
+                      newest.step(), newest_fault);
 
   if (committed.update_id().empty() || journal.committed_ended) return;
   LOG(INFO) << committed_record.name() << " (update " << committed.update_id()

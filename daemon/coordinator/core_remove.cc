@@ -71,14 +71,7 @@ void CoordinatorCore::Remove(AdminWait wait,
       forgotten.insert(commit.update_id);
     }
     for (const v1::Version& version : model->ended) {
-      v1::EndUpdate& end = model->forgotten.emplace_back();
-      end.set_model(wait.model);
-      end.set_update_id(version.update_id());
-      end.set_committed(forgotten.count(version.update_id()) != 0);
-      if (!end.committed()) *end.mutable_failure() = version.failure();
-    }
-    while (static_cast<int>(model->forgotten.size()) > kEndsTold) {
-      model->forgotten.pop_front();
+      NoteForgotten(version, model);
     }
     model->commits.clear();
     model->ended.clear();
@@ -100,6 +93,18 @@ void CoordinatorCore::Remove(AdminWait wait,
   SettleAll(model);
   Unpin(model);
   waits_.push_back(std::move(wait));
+}
+
+void CoordinatorCore::NoteForgotten(const v1::Version& version,
+                                    ModelRun* model) {
+  v1::EndUpdate& end = model->forgotten.emplace_back();
+  end.set_model(model->name);
+  end.set_update_id(version.update_id());
+  end.set_committed(model->FindCommit(version.update_id()) != nullptr);
+  if (!end.committed()) *end.mutable_failure() = version.failure();
+  while (static_cast<int>(model->forgotten.size()) > kEndsTold) {
+    model->forgotten.pop_front();
+  }
 }
 
 void CoordinatorCore::SayUnknown(const std::string& node,

@@ -401,10 +401,70 @@ TEST(LatestTest, TheOlderOneIsSupersededOnlyWhenTheNewerIsComplete) {
   EXPECT_EQ(c.Version("1").failure().reason(), "SUPERSEDED");
   EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ACTIVE);
   ExpectAllServe(c, c.Version("2").update_id());
-  // It is one decision, and remembered.
-  c.RestartCoordinator();
-  EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ACTIVE);
+  // It is one decision: on the disk before the newer one's commit is.
+  const int superseded = First(c, "journal:update_ended");
+  ASSERT_GE(superseded, 0);
+  EXPECT_LT(superseded, First(c, "journal:update_committed"));
+  EXPECT_LT(superseded, First(c, "pause_replica"));
+  // And remembered, also when the journal was compacted more than once.
+  const std::string first = c.Version("1").update_id();
+  for (int i = 0; i < 2; ++i) {
+    c.RestartCoordinator();
+    EXPECT_EQ(c.Version("1").state(), v1::Version::STATE_SUPERSEDED);
+    EXPECT_EQ(c.Version("1").update_id(), first);
+    EXPECT_EQ(c.Version("1").failure().reason(), "SUPERSEDED");
+    EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ACTIVE);
+    EXPECT_EQ(c.Version().version(), 2);
+  }
+  ExpectNextPublishWorks(&c);
 }
+
+// Before the decision is on the disk, after it, and before and after the newer
+// one's commit: each settles as the journal says.
+class SupersedeCrashTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(SupersedeCrashTest, SettlesAsTheJournalSays) {
+  FakeCluster c;
+  c.AddStandard();
+  v1::UpdateOptions latest;
+  latest.set_delivery_policy(v1::DELIVERY_POLICY_LATEST);
+  std::string held_back;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (node != "n2" || !command.has_move_update()) return false;
+    if (held_back.empty()) held_back = command.move_update().update_id();
+    return command.move_update().update_id() == held_back;
+  };
+  PublishBoth(&c, latest);
+  const std::string first = c.Version("1").update_id();
+  c.crash_before = GetParam();
+  PublishBoth(&c, latest);
+  ASSERT_TRUE(c.crashed);
+  const bool decided = First(c, "journal:update_ended") >= 0;
+  const bool committed = First(c, "journal:update_committed") >= 0;
+  c.intercept = nullptr;
+  c.RestartCoordinator();
+  c.Pass(absl::Seconds(2));
+  EXPECT_EQ(c.Version("1").update_id(), first);
+  EXPECT_EQ(c.Version("1").state(), decided ? v1::Version::STATE_SUPERSEDED
+                                            : v1::Version::STATE_ABORTED);
+  EXPECT_EQ(c.Version("1").failure().reason(),
+            decided ? "SUPERSEDED" : "COORDINATOR_RESTARTED");
+  if (committed) {
+    EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ACTIVE);
+    ExpectAllServe(c, c.Version("2").update_id());
+  } else {
+    EXPECT_EQ(c.Version("2").state(), v1::Version::STATE_ABORTED);
+    EXPECT_EQ(c.Version("2").failure().reason(), "COORDINATOR_RESTARTED");
+    ExpectAllServe(c, "");
+  }
+  ExpectNextPublishWorks(&c);
+}
+
+INSTANTIATE_TEST_SUITE_P(EveryStep, SupersedeCrashTest,
+                         ::testing::Values("journal:update_ended", "end_update",
+                                           "pause_replica",
+                                           "journal:update_committed",
+                                           "apply_worker"));
 
 TEST(LatestTest, ACommittedOneIsNeverSuperseded) {
   CoordinatorOptions timeouts;

@@ -645,6 +645,12 @@ void FakeCluster::RestartNode(const std::string& node) {
 void FakeCluster::RestartCoordinator() {
   crashed = false;
   crash_before.clear();
+  // As it is read again: compacted.
+  JournalState read;
+  for (const internal::v1::JournalRecord& record : RecordsOf(journal)) {
+    ApplyRecord(record, &read);
+  }
+  journal = std::move(read);
   coordinator = std::make_unique<Coordinator>(options_, journal);
   Do(coordinator->Start(now));
   for (auto& node : nodes_) node.second.stream.clear();

@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/node/convert.h"
+#include "schedule/block_scale.h"
 #include "schedule/error.h"
 #include "schedule/layout.h"
 
@@ -44,6 +45,40 @@ absl::string_view ComponentOf(const v1::Parameter& parameter) {
              : absl::string_view(parameter.component());
 }
 
+// How trainers hold a parameter. Unset: as it is.
+struct Holding {
+  v1::DType dtype = v1::DTYPE_UNSPECIFIED;
+  int32_t rank = 0;  // who says so
+};
+
+// DTYPE_MISMATCH where one rank has its scales made and another brings its own:
+// each would send a part of the tensor, and the scales of the one are not those
+// of the other. What is cast without scales may come from any types.
+Fault FindHoldings(const std::vector<const v1::RankShards*>& ranks,
+                   absl::flat_hash_map<absl::string_view, Holding>* holdings) {
+  for (const v1::RankShards* rank : ranks) {
+    for (const v1::ShardBox& shard : rank->shards()) {
+      const v1::Parameter& parameter = rank->parameters(shard.parameter());
+      const v1::DType dtype = HeldOtherwise(shard, parameter);
+      const auto found =
+          holdings->emplace(parameter.name(), Holding{dtype, rank->rank()});
+      const Holding& first = found.first->second;
+      if (parameter.dtype() != v1::DTYPE_F8_E4M3 || first.dtype == dtype) {
+        continue;
+      }
+      const bool cast_first = first.dtype != v1::DTYPE_UNSPECIFIED;
+      return Fault(
+          StatusCode::kInvalidArgument, "DTYPE_MISMATCH",
+          absl::StrCat(parameter.name(), ": rank ", first.rank, " holds it as ",
+                       cast_first ? "BF16" : "F8_E4M3", ", rank ", rank->rank(),
+                       " as ", cast_first ? "F8_E4M3" : "BF16",
+                       ", and they would not have the same scales; register "
+                       "it from one type on all ranks"));
+    }
+  }
+  return Fault();
+}
+
 std::string Describe(const v1::Parameter& parameter) {
   const schedule::Param param = ParamFromProto(parameter);
   return absl::StrCat(schedule::DTypeName(param.dtype), " ",
@@ -72,9 +107,25 @@ Fault CheckShards(v1::RankShards* shards, int64_t* bytes) {
     const auto box =
         BoxFromProto(shard.has_box(), shard.box(), param.shape, param.name);
     if (!box.ok()) return FromPlan(box.status());
+    const auto held = ShardDType(shard.dtype(), param, *box);
+    if (!held.ok()) {
+      Fault fault = FromPlan(held.status());
+      absl::StrAppend(&fault.message, " (rank ", shards->rank(), ")");
+      return fault;
+    }
     *bytes += box->Volume() * schedule::DTypeSize(param.dtype);
+    if (*held != param.dtype && param.dtype == schedule::DType::kF8E4M3) {
+      *bytes += schedule::ScaleBoxOf(param, *box)->Volume() *
+                schedule::DTypeSize(schedule::DType::kF32);
+    }
   }
   return Fault();
+}
+
+v1::DType HeldOtherwise(const v1::ShardBox& shard,
+                        const v1::Parameter& parameter) {
+  return shard.dtype() == parameter.dtype() ? v1::DTYPE_UNSPECIFIED
+                                            : shard.dtype();
 }
 
 Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
@@ -104,6 +155,9 @@ Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
 
 Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
                  FittedCatalog* fitted) {
+  absl::flat_hash_map<absl::string_view, Holding> holdings;
+  Fault fault = FindHoldings(ranks, &holdings);
+  if (!fault.ok()) return fault;
   std::vector<schedule::Param> params;
   fitted->parameters.clear();
   absl::flat_hash_set<absl::string_view> seen;
@@ -112,6 +166,22 @@ Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
       if (!seen.insert(parameter.name()).second) continue;
       params.push_back(ParamFromProto(parameter));
       fitted->parameters.push_back(parameter);
+      const auto holding = holdings.find(parameter.name());
+      if (params.back().dtype != schedule::DType::kF8E4M3 ||
+          holding == holdings.end() ||
+          holding->second.dtype == v1::DTYPE_UNSPECIFIED) {
+        continue;
+      }
+      auto scale = schedule::ScaleParam(params.back());
+      if (!scale.ok()) return FromPlan(scale.status());
+      if (holdings.contains(scale->name)) continue;
+      v1::Parameter added;
+      added.set_name(scale->name);
+      added.set_dtype(static_cast<v1::DType>(scale->dtype));
+      for (int64_t extent : scale->shape) added.add_shape(extent);
+      added.set_component(parameter.component());
+      fitted->parameters.push_back(std::move(added));
+      params.push_back(*std::move(scale));
     }
   }
   auto catalog = schedule::Catalog::Create(std::move(params));
@@ -128,6 +198,8 @@ Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
       box.ordinal = *fitted->catalog->Find(name);
       box.box = *BoxFromProto(shard.has_box(), shard.box(),
                               fitted->catalog->param(box.ordinal).shape, name);
+      box.dtype =
+          FromProto(HeldOtherwise(shard, rank->parameters(shard.parameter())));
       boxes.push_back(std::move(box));
     }
     schedule::SourceRank source;
@@ -183,9 +255,10 @@ Fault CheckWanted(const schedule::Catalog& catalog,
                        registration.worker_index(), " of replica ",
                        registration.replica(), " wants ",
                        schedule::DTypeName(FromProto(tensor.dtype())),
-                       "; weights are not converted on the way: register "
-                       "the tensor in the trainers' type, or have the trainers "
-                       "hold it in the worker's"));
+                       "; weights are cast where trainers copy them out, and "
+                       "nowhere else: register the tensor in the trainers' "
+                       "type, or have the trainers register it in the "
+                       "worker's"));
     }
     if (!std::equal(param.shape.begin(), param.shape.end(),
                     tensor.shape().begin(), tensor.shape().end())) {

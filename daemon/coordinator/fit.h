@@ -20,7 +20,9 @@ namespace weightsync {
 namespace daemon {
 
 // One rank by itself: DTYPE_UNKNOWN, SHAPE_INVALID, DUPLICATE_NAME,
-// BOX_OUT_OF_RANGE. *bytes: of its shards.
+// BOX_OUT_OF_RANGE, DTYPE_MISMATCH (there is no cast from a shard to its
+// parameter, or the shard has parts of blocks). *bytes: of its shards, after
+// casts.
 Fault CheckShards(v1::RankShards* shards, int64_t* bytes);
 
 // CATALOG_MISMATCH: the two say different things of one parameter.
@@ -31,9 +33,16 @@ struct FittedCatalog {
   std::vector<v1::Parameter> parameters;
 };
 // All ranks of a world, in order: SHARDS_OVERLAP, SHARDS_HOLE, SHAPE_INVALID
-// (the sum of all is too large).
+// (the sum of all is too large), DTYPE_MISMATCH (some hold an F8_E4M3 parameter
+// as it is, and others as BF16). A parameter that is cast in blocks is followed
+// by that of its scales, unless a rank has one of that name.
 Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
                  FittedCatalog* fitted);
+
+// How a shard of `parameter` is held, as an OrdinalBox says it: unset where
+// that is as the parameter has it.
+v1::DType HeldOtherwise(const v1::ShardBox& shard,
+                        const v1::Parameter& parameter);
 
 // One worker by itself: DTYPE_UNKNOWN, SHAPE_INVALID, DUPLICATE_NAME,
 // BOX_OUT_OF_RANGE. *bytes: of what it wants.

@@ -906,6 +906,35 @@ TEST(DeleteTest, VersionsAndReplicasThatNobodyNeeds) {
   ExpectNextPublishWorks(&c);
 }
 
+// A rank of it may wait to be told how its call ended (IN_PLACE).
+TEST(DeleteTest, ANodeThatWasAwayLearnsHowADeletedUpdateEnded) {
+  FakeCluster c;
+  c.AddStandard();
+  c.PublishAll(2);
+  c.Run();
+  c.Publish(0);
+  c.Run();
+  const std::string update = c.Version().update_id();
+  c.Disconnect("n0");
+  c.Pass(absl::Seconds(60));
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
+  v1::DeleteVersionRequest request;
+  request.set_name(VersionName(2));
+  ASSERT_EQ(c.Answered(c.Ask(request))->failure.reason(), "");
+  c.commands.clear();
+  c.Reconnect("n0");
+  c.Run();
+  int ends = 0;
+  for (const auto& sent : c.commands) {
+    const v1::EndUpdate& end = sent.second.end_update();
+    if (end.update_id() != update) continue;
+    EXPECT_FALSE(end.committed());
+    EXPECT_NE(end.failure().reason(), "");
+    ++ends;
+  }
+  EXPECT_EQ(ends, 1);
+}
+
 // ---- Verification ----
 
 TEST(VerifyTest, ADamagedWorkerIsNamedWithItsTensor) {

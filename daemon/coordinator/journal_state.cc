@@ -101,13 +101,23 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
     case JournalRecord::kUpdateEnded: {
       const auto& ended = record.update_ended();
       JournalModel& model = state->models[ended.model()];
-      if (model.newest.update_id() == ended.update_id()) {
+      if (model.newest.update_id() == ended.update_id() &&
+          !model.newest_ended) {
         model.newest_ended = true;
         model.newest_end = ended;
       }
       const auto same = [&ended](const auto& opened) {
         return opened.update_id() == ended.update_id();
       };
+      const auto opened =
+          std::find_if(model.unended.begin(), model.unended.end(), same);
+      if (opened != model.unended.end() && !ended.active() &&
+          !same(model.committed)) {
+        model.failed.push_back({*opened, ended});
+        if (model.failed.size() > kOlderFailures) {
+          model.failed.erase(model.failed.begin());
+        }
+      }
       model.unended.erase(
           std::remove_if(model.unended.begin(), model.unended.end(), same),
           model.unended.end());
@@ -174,6 +184,13 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
                            return older.update_id() == deleted.update_id();
                          }),
           model.older.end());
+      model.failed.erase(
+          std::remove_if(model.failed.begin(), model.failed.end(),
+                         [&](const JournalModel::Failed& failed) {
+                           return failed.opened.update_id() ==
+                                  deleted.update_id();
+                         }),
+          model.failed.end());
       return;
     }
 
@@ -184,6 +201,7 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       model.committed_ended = false;
       model.committed_lost = false;
       model.older.clear();
+      model.failed.clear();
       model.held.Clear();
       model.removed = true;
       return;
@@ -273,6 +291,11 @@ std::vector<JournalRecord> RecordsOf(const JournalState& state) {
         ended->set_active(!model.committed_lost);
         ended->set_lost(model.committed_lost);
       }
+    }
+    for (const JournalModel::Failed& failed : model.failed) {
+      if (failed.opened.update_id() == model.newest.update_id()) continue;
+      *add().mutable_update_opened() = failed.opened;
+      *add().mutable_update_ended() = failed.ended;
     }
     for (const auto& opened : model.unended) {
       if (opened.update_id() == model.newest.update_id()) continue;

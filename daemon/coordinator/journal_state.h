@@ -26,6 +26,13 @@ struct JournalModel {
   internal::v1::UpdateEnded newest_end;
   // Opened and not ended, oldest first; at most the committed one among them.
   std::vector<internal::v1::UpdateOpened> unended;
+  // Those that ended without a commit, oldest first; at most kOlderFailures:
+  // whoever waits for one of them may ask again after a restart.
+  struct Failed {
+    internal::v1::UpdateOpened opened;
+    internal::v1::UpdateEnded ended;
+  };
+  std::vector<Failed> failed;
   // The newest committed update; no update_id: none yet.
   internal::v1::UpdateCommitted committed;
   // Its participants had all been served.
@@ -45,6 +52,7 @@ struct JournalModel {
 };
 
 inline constexpr size_t kOlderCommits = 8;
+inline constexpr size_t kOlderFailures = 8;
 
 struct JournalRequest {
   internal::v1::RequestOpened opened;

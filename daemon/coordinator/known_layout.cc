@@ -48,6 +48,38 @@ absl::StatusOr<std::shared_ptr<const KnownLayout>> MakeKnownLayout(
   return std::shared_ptr<const KnownLayout>(std::move(known));
 }
 
+absl::StatusOr<std::shared_ptr<const KnownLayout>> RecentLayouts::Make(
+    v1::DefineLayout define) {
+  std::string inputs = define.SerializeAsString();
+  const auto at =
+      std::find_if(made_.begin(), made_.end(),
+                   [&](const Made& made) { return made.inputs == inputs; });
+  if (at != made_.end()) {
+    std::rotate(at, at + 1, made_.end());
+    return made_.back().layout;
+  }
+  auto known = MakeKnownLayout(std::move(define));
+  if (!known.ok()) return known.status();
+  if (made_.size() == kKept) made_.erase(made_.begin());
+  made_.push_back({std::move(inputs), *known});
+  return known;
+}
+
+std::shared_ptr<const KnownLayout> RecentLayouts::Find(
+    const v1::DefineLayout& define) const {
+  const std::string inputs = define.SerializeAsString();
+  for (const Made& made : made_) {
+    if (made.inputs == inputs) return made.layout;
+  }
+  return nullptr;
+}
+
+std::vector<std::string> RecentLayouts::ids() const {
+  std::vector<std::string> ids;
+  for (const Made& made : made_) ids.push_back(made.layout->id());
+  return ids;
+}
+
 absl::optional<std::vector<uint32_t>> NeededBuckets(
     const KnownLayout& known, const v1::RegisterWorker& worker) {
   const schedule::Catalog& catalog = known.layout.catalog;

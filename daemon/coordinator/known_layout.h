@@ -39,6 +39,27 @@ struct KnownLayout {
 absl::StatusOr<std::shared_ptr<const KnownLayout>> MakeKnownLayout(
     v1::DefineLayout define);
 
+// The layouts of a model that were made last. A replica that leaves and comes
+// back brings the one before back, and of a large model each takes a second.
+class RecentLayouts {
+ public:
+  // `define` has no id. The errors of MakeKnownLayout.
+  absl::StatusOr<std::shared_ptr<const KnownLayout>> Make(
+      v1::DefineLayout define);
+  // Null: it would have to be made.
+  std::shared_ptr<const KnownLayout> Find(const v1::DefineLayout& define) const;
+  std::vector<std::string> ids() const;
+
+ private:
+  static constexpr size_t kKept = 2;
+  struct Made {
+    std::string inputs;
+    std::shared_ptr<const KnownLayout> layout;
+  };
+  // Newest last.
+  std::vector<Made> made_;
+};
+
 // The buckets that have all that the worker wants, ascending; nullopt when it
 // wants what the catalog does not have.
 absl::optional<std::vector<uint32_t>> NeededBuckets(

@@ -42,6 +42,9 @@ struct CoordinatorOptions {
   absl::Duration heartbeat_timeout = absl::Seconds(5);
   // A node whose stream broke is lost, with all that it held, after this long.
   absl::Duration node_reconnect_grace = absl::Seconds(5);
+  // Replicas whose node has been away for this long are flagged: they may serve
+  // on, and nobody sees what.
+  absl::Duration max_staleness = absl::Minutes(10);
   // After a restart, how long a committed update waits for its participants.
   absl::Duration recovery_timeout = absl::Seconds(30);
 

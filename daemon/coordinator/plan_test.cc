@@ -18,6 +18,8 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
+using ::testing::_;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -131,6 +133,34 @@ class PlanTest : public ::testing::Test {
   FakeCluster c_;
   v1::DefineLayout layout_;
 };
+
+TEST_F(PlanTest, AReplicaThatComesBackBringsItsLayoutBack) {
+  Publish(v1::TRANSFER_POLICY_SHARDED);
+  ExpectSound(Flows());
+  layout_.clear_layout_id();
+  v1::DefineLayout smaller = layout_;
+  smaller.mutable_workers()->RemoveLast();
+  v1::DefineLayout other = layout_;
+  other.set_bucket_bytes(2 * other.bucket_bytes());
+
+  RecentLayouts recent;
+  const auto first = recent.Make(layout_);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto without = recent.Make(smaller);
+  ASSERT_TRUE(without.ok()) << without.status();
+  EXPECT_NE((*without)->id(), (*first)->id());
+  EXPECT_EQ(recent.Find(layout_), *first);
+  EXPECT_EQ(*recent.Make(layout_), *first);
+  // The one that was of use longest ago goes.
+  ASSERT_TRUE(recent.Make(other).ok());
+  EXPECT_EQ(recent.Find(smaller), nullptr);
+  EXPECT_EQ(*recent.Make(layout_), *first);
+  EXPECT_THAT(recent.ids(), ElementsAre(_, (*first)->id()));
+  // What cannot be made is not kept.
+  other.mutable_workers(0)->set_node(99);
+  EXPECT_FALSE(recent.Make(other).ok());
+  EXPECT_THAT(recent.ids(), ElementsAre(_, (*first)->id()));
+}
 
 TEST_F(PlanTest, EachPolicyMovesEverythingOnceAndAsPlanned) {
   for (v1::TransferPolicy policy :

@@ -35,7 +35,7 @@ Fault PublishBook::NotNewer(int64_t version) const {
 }
 
 void PublishBook::Recover(int64_t floor, int64_t index,
-                          const std::string& update_id,
+                          const std::string& update_id, int64_t step,
                           const Fault& newest_fault) {
   floor_ = floor;
   floor_aborted_ = !newest_fault.ok();
@@ -45,6 +45,7 @@ void PublishBook::Recover(int64_t floor, int64_t index,
   Publish publish;
   publish.index = index;
   publish.version = floor;
+  publish.step = step;
   publish.update_id = update_id;
   publish.state = newest_fault.ok() ? Publish::kDone : Publish::kFailed;
   publish.fault = newest_fault;
@@ -173,6 +174,7 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
                                      " is negative; give a higher one than "
                                      "every one before, or 0")));
   }
+  SkipLowerSteps(call);
   for (int64_t index = last_[call.rank] + 1; index <= newest_index_; ++index) {
     Publish* publish = Find(index);
     if (publish == nullptr) {
@@ -233,6 +235,20 @@ PublishBook::Decision PublishBook::OnCall(const PublishCall& call,
   publishes_.push_back(std::move(publish));
   while (publishes_.size() > kKept) publishes_.pop_front();
   return Enter(&publishes_.back(), call);
+}
+
+void PublishBook::SkipLowerSteps(const PublishCall& call) {
+  if (call.version != 0 || call.step == 0) return;
+  int64_t& last = last_[call.rank];
+  for (const Publish& publish : publishes_) {
+    if (publish.index <= last) continue;
+    // Those before it that are not remembered any more went the same way.
+    if (publish.state != Publish::kFailed || publish.disagreed ||
+        publish.step == 0 || publish.step >= call.step) {
+      return;
+    }
+    last = publish.index;
+  }
 }
 
 Publish PublishBook::Open(const std::string& update_id) {

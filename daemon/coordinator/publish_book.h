@@ -6,7 +6,11 @@
 //   - with version 0 its next call belongs to the publish after the last one it
 //     took part in: so the i-th calls of all ranks belong together;
 //   - with a version its next call belongs to the first such publish of that
-//     version.
+//     version;
+//   - with a step it belongs to no publish that FAILED with a lower step. Calls
+//     of one rank may have been refused where they are not counted (its node
+//     was cut off) while others' were counted: counts that came apart would
+//     stay apart for ever, each rank failing for want of the others.
 // A publish is
 //   PENDING  ranks wait: the model is not complete, or another update runs
 //   OPEN     it is an update now; ranks that come later join it at once
@@ -77,9 +81,9 @@ class PublishBook {
       : show_options_(show_options) {}
 
   // A publish remembered from the journal: everything up to `index` has ended.
-  // `newest_fault` not OK: the newest, of `floor`, was aborted.
+  // `newest_fault` not OK: the newest, of `floor` and `step`, was aborted.
   void Recover(int64_t floor, int64_t index, const std::string& update_id,
-               const Fault& newest_fault);
+               int64_t step, const Fault& newest_fault);
 
   // A rank's lease began. `last_index`: the newest publish that its node
   // remembers for this very session; 0 for a new session. Answers a publish
@@ -141,6 +145,8 @@ class PublishBook {
   int64_t next_version() const { return floor_ + 1; }
 
  private:
+  // Past what a call of this step cannot have missed.
+  void SkipLowerSteps(const PublishCall& call);
   static constexpr size_t kKept = 128;
 
   Publish* Find(int64_t index);

@@ -318,14 +318,26 @@ TEST(RecoveryTest, AnAnswerAboutAnAbortedUpdateIsNotTakenForItsNumber) {
   EXPECT_EQ(c.Version().version(), 5);
   EXPECT_NE(c.Version().update_id(), first);
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_MOVING);
+  // From the node that is awaited, in the epoch that runs: the update_id alone
+  // tells the two apart.
   v1::NodeReport late;
   auto* verified = late.mutable_update_verified();
   verified->set_model(kModel);
+  for (const auto& command : c.commands) {
+    if (command.first == "n2" && command.second.has_prepare_update()) {
+      *verified->mutable_epoch() = command.second.prepare_update().epoch();
+    }
+  }
+  ASSERT_GT(verified->epoch().counter(), 1);
   verified->set_update_id(first);
-  verified->mutable_epoch()->set_term(1);
-  verified->mutable_epoch()->set_counter(9);
   c.Report("n2", late);
+  c.Run();
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_MOVING);
+  EXPECT_EQ(c.CountCommands(Command::kPauseReplica), 0);
+  // Said of the one that runs it is what was awaited.
+  verified->set_update_id(c.Version().update_id());
+  c.Report("n2", late);
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_PAUSING);
 }
 
 TEST(RecoveryTest, ATrainerThatComesBackWithAnotherWorldReplacesTheOldOne) {

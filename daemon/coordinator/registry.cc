@@ -497,6 +497,8 @@ v1::DefineLayout Registry::LayoutInput(
       box->set_ordinal(
           ordinal_of(rank.second.shards.parameters(shard.parameter()).name()));
       if (shard.has_box()) *box->mutable_box() = shard.box();
+      box->set_dtype(HeldOtherwise(
+          shard, rank.second.shards.parameters(shard.parameter())));
     }
   }
   AddWorkers(entry, replicas, nodes, ordinal_of, &define);

@@ -3,7 +3,8 @@
 // of streams; a node is its name.
 //
 // The catalog of a model is the parameters of its ranks, those of rank 0 first,
-// then what rank 1 adds, and so on. It is known once every rank has registered
+// then what rank 1 adds, and so on; and behind a parameter that is cast in
+// blocks that of its scales. It is known once every rank has registered
 // and their shards cover it; from then on workers are bound to it, and those
 // that were there before are checked against it.
 //

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "daemon/node/layouts.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -177,9 +178,8 @@ TEST_F(RegistryTest, WorkersAreBoundToTheCatalog) {
   EXPECT_EQ(Join(Worker("r", 0, 1)), "");
 }
 
-// schedule/ plans casts and block scales; nobody carries them out yet, so an
-// update that would need one must not begin.
-TEST_F(RegistryTest, WhatWouldHaveToBeConvertedIsRefusedInEitherOrder) {
+// Casts are the trainer's to ask for; a worker gets what the catalog has.
+TEST_F(RegistryTest, WhatAWorkerWouldHaveToConvertIsRefusedInEitherOrder) {
   const std::vector<v1::DType> others = {v1::DTYPE_F32, v1::DTYPE_F16,
                                          v1::DTYPE_F8_E4M3};
   for (size_t i = 0; i < others.size(); ++i) {
@@ -197,8 +197,153 @@ TEST_F(RegistryTest, WhatWouldHaveToBeConvertedIsRefusedInEitherOrder) {
     EXPECT_EQ(Join(Worker("late", 0, 1, Tensor("w", {8, 4}, wanted))),
               "DTYPE_MISMATCH");
     EXPECT_THAT(fault_.message,
-                HasSubstr("weights are not converted on the way"));
+                HasSubstr("have the trainers register it in the worker's"));
   }
+}
+
+// ---- Casts ----
+
+// Rows of an F8_E4M3 matrix "w" [300, 200], held as `dtype`.
+v1::RankShards Blocks(int rank, int from, int count,
+                      v1::DType dtype = v1::DTYPE_BF16) {
+  v1::RankShards shards = Rows(rank, from, count);
+  *shards.mutable_parameters(0) = Tensor("w", {300, 200}, v1::DTYPE_F8_E4M3);
+  shards.mutable_parameters(0)->set_component("draft");
+  shards.mutable_shards(0)->mutable_box()->set_extent(1, 200);
+  shards.mutable_shards(0)->set_dtype(dtype);
+  return shards;
+}
+
+TEST_F(RegistryTest, FloatMastersChangeNothingOfTheCatalog) {
+  Claims(2);
+  const auto masters = [](int rank, v1::DType dtype) {
+    v1::RankShards shards = Rows(rank, rank * 4, 4);
+    shards.mutable_shards(0)->set_dtype(dtype);
+    return shards;
+  };
+  ASSERT_EQ(Shards(masters(0, v1::DTYPE_F32)), "");
+  // Another rank may have them cast already.
+  ASSERT_EQ(Shards(masters(1, v1::DTYPE_BF16)), "");
+  const ModelEntry* model = registry_.FindModel(kModel);
+  ASSERT_TRUE(model->Publishable());
+  EXPECT_EQ(model->parameters.size(), 1u);
+  // Bytes that are sent.
+  EXPECT_EQ(model->ranks.at(0).shard_bytes, 4 * 4 * 2);
+  EXPECT_EQ(Join(Worker("r", 0, 1)), "");
+  EXPECT_EQ(Join(Worker("s", 0, 1, Tensor("w", {8, 4}, v1::DTYPE_F32))),
+            "DTYPE_MISMATCH");
+  EXPECT_EQ(Join(Control("r", 1)), "");
+
+  // Nodes are told how it is held, where that is otherwise, and compute the
+  // layout that they always had.
+  v1::DefineLayout define = registry_.LayoutInput(kModel, {"r"}, {}, 1 << 20);
+  EXPECT_EQ(define.sources(0).shards(0).dtype(), v1::DTYPE_F32);
+  EXPECT_EQ(define.sources(1).shards(0).dtype(), v1::DTYPE_UNSPECIFIED);
+  const auto cast = ComputeNodeLayout(define, "n");
+  ASSERT_TRUE(cast.ok()) << cast.status();
+  define.mutable_sources(0)->mutable_shards(0)->clear_dtype();
+  const auto plain = ComputeNodeLayout(define, "n");
+  ASSERT_TRUE(plain.ok());
+  EXPECT_EQ(cast->id, plain->id);
+}
+
+TEST_F(RegistryTest, BlockScalesEnterTheCatalogByThemselves) {
+  Claims(2);
+  ASSERT_EQ(Shards(Blocks(0, 0, 256)), "");
+  ASSERT_EQ(Shards(Blocks(1, 256, 44)), "") << fault_.message;
+  const ModelEntry* model = registry_.FindModel(kModel);
+  ASSERT_TRUE(model->Publishable());
+  ASSERT_EQ(model->parameters.size(), 2u);
+  EXPECT_EQ(model->parameters[1].name(), "w_scale_inv");
+  EXPECT_EQ(model->parameters[1].dtype(), v1::DTYPE_F32);
+  EXPECT_EQ(model->parameters[1].component(), "draft");
+  EXPECT_THAT(model->parameters[1].shape(), ::testing::ElementsAre(3, 2));
+  EXPECT_EQ(model->ranks.at(0).shard_bytes, 256 * 200 + 2 * 2 * 4);
+
+  // Workers want them by name, and all of them.
+  v1::RegisterWorker worker =
+      Worker("r", 0, 1, Tensor("w", {300, 200}, v1::DTYPE_F8_E4M3));
+  ASSERT_EQ(Join(worker), "");
+  EXPECT_EQ(Join(Control("r", 1)), "REPLICA_INCOMPLETE");
+  EXPECT_THAT(fault_.message, HasSubstr("w_scale_inv"));
+  v1::WantedTensor* scales = worker.add_tensors();
+  scales->set_name("w_scale_inv");
+  scales->set_dtype(v1::DTYPE_F32);
+  scales->add_shape(3);
+  scales->add_shape(2);
+  ASSERT_EQ(Join(worker), "");
+  ASSERT_EQ(Join(Control("r", 1)), "");
+
+  // Both sides compute one plan, in which each rank sends the scales of its
+  // rows.
+  v1::DefineLayout define = registry_.LayoutInput(kModel, {"r"}, {}, 64 << 10);
+  const auto here = ComputeNodeLayout(define, "");
+  const auto there = ComputeNodeLayout(define, "n");
+  ASSERT_TRUE(here.ok()) << here.status();
+  ASSERT_TRUE(there.ok());
+  EXPECT_EQ(here->id, there->id);
+  int64_t elements[2][2] = {};
+  for (uint32_t b = 0; b < here->plan.bucket_count(); ++b) {
+    for (const schedule::Piece& piece : here->plan.pieces(b)) {
+      elements[here->plan.bucket(b).source_rank][piece.ordinal] +=
+          piece.box.Volume();
+    }
+  }
+  EXPECT_EQ(elements[0][0], 256 * 200);
+  EXPECT_EQ(elements[0][1], 4);
+  EXPECT_EQ(elements[1][1], 2);
+
+  // The same ranks with fp8 of their own have none.
+  ASSERT_EQ(Shards(Blocks(0, 0, 256, v1::DTYPE_F8_E4M3)), "");
+  EXPECT_EQ(model->Unpublishable().reason, "DTYPE_MISMATCH");
+  ASSERT_EQ(Shards(Blocks(1, 256, 44, v1::DTYPE_UNSPECIFIED)), "");
+  ASSERT_TRUE(model->Publishable());
+  EXPECT_EQ(model->parameters.size(), 1u);
+}
+
+TEST_F(RegistryTest, CastsThatCannotBe) {
+  Claims(2);
+  v1::RankShards shards = Rows(0, 0, 4);
+  for (const v1::DType held : {v1::DTYPE_F16, v1::DTYPE_F64, v1::DTYPE_I16}) {
+    shards.mutable_shards(0)->set_dtype(held);
+    EXPECT_EQ(Shards(shards), "DTYPE_MISMATCH");
+    EXPECT_THAT(fault_.message, HasSubstr("w: "));
+    EXPECT_THAT(fault_.message, HasSubstr(v1::DType_Name(held).substr(6)));
+    EXPECT_THAT(fault_.message, HasSubstr("BF16"));
+    EXPECT_THAT(fault_.message, HasSubstr("cast it in the trainer"));
+    EXPECT_THAT(fault_.message, HasSubstr("rank 0"));
+  }
+  shards.mutable_shards(0)->set_dtype(static_cast<v1::DType>(77));
+  EXPECT_EQ(Shards(shards), "DTYPE_UNKNOWN");
+  EXPECT_EQ(Shards(Blocks(0, 0, 100)), "DTYPE_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("cuts through blocks"));
+  EXPECT_THAT(fault_.message, HasSubstr("multiples of 128"));
+  shards = Blocks(0, 0, 256);
+  shards.mutable_parameters(0)->clear_shape();
+  shards.mutable_parameters(0)->add_shape(300);
+  shards.mutable_shards(0)->clear_box();
+  EXPECT_EQ(Shards(shards), "DTYPE_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("only matrices"));
+
+  // One rank's scales are not another's.
+  ASSERT_EQ(Shards(Blocks(0, 0, 256)), "");
+  EXPECT_EQ(Shards(Blocks(1, 256, 44, v1::DTYPE_F8_E4M3)), "DTYPE_MISMATCH");
+  EXPECT_THAT(fault_.message,
+              HasSubstr("w: rank 0 holds it as BF16, rank 1 as F8_E4M3"));
+  EXPECT_THAT(fault_.message, HasSubstr("register it from one type"));
+  // A rank that brings scales beside what they are computed from.
+  shards = Blocks(1, 256, 44);
+  *shards.add_parameters() = Tensor("w_scale_inv", {3, 2}, v1::DTYPE_F32);
+  shards.add_shards()->set_parameter(1);
+  EXPECT_EQ(Shards(shards), "DTYPE_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("hold one of them"));
+  // A parameter of that name that is something else.
+  *shards.mutable_parameters(1) = Tensor("w_scale_inv", {9}, v1::DTYPE_F32);
+  EXPECT_EQ(Shards(shards), "DTYPE_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("F32 and shape [3, 2]"));
+  EXPECT_FALSE(registry_.FindModel(kModel)->Publishable());
+  EXPECT_EQ(Shards(Blocks(1, 256, 44)), "");
+  EXPECT_TRUE(registry_.FindModel(kModel)->Publishable());
 }
 
 TEST_F(RegistryTest, WorkersThatWereThereFirstAreCheckedWhenTheCatalogIsKnown) {

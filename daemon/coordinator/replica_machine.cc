@@ -113,6 +113,10 @@ bool ReplicaState::PausedForAll() const {
 
 namespace {
 
+// When an engine that could not pause, or not resume, is asked again.
+constexpr absl::Duration kPauseRetry = absl::Seconds(5);
+constexpr absl::Duration kResumeRetry = absl::Seconds(1);
+
 class Stepper {
  public:
   Stepper(const ReplicaTimeouts& timeouts, absl::Time now, ReplicaState* state)
@@ -408,7 +412,7 @@ class Stepper {
     s_.engine = EngineState::kDoubtful;
     s_.command = 0;
     // Whoever holds it decides first; where nobody gives up, it is asked again.
-    s_.deadline = now_ + std::min(timeouts_.pause, absl::Seconds(5));
+    s_.deadline = now_ + std::min(timeouts_.pause, kPauseRetry);
     s_.fault = fault;
     Say(ReplicaAction::kPauseFailed, fault);
   }
@@ -417,7 +421,7 @@ class Stepper {
     s_.engine = EngineState::kUnresumed;
     s_.command = 0;
     // Not at once: what refuses at once would be asked a thousand times.
-    s_.deadline = now_ + std::min(timeouts_.resume, absl::Seconds(1));
+    s_.deadline = now_ + std::min(timeouts_.resume, kResumeRetry);
     s_.fault = fault;
     Say(ReplicaAction::kResumeFailed, fault);
   }

@@ -103,7 +103,7 @@ class Stepper {
   void Take(const UpdateEvent& event) {
     switch (event.kind) {
       case UpdateEvent::kTick:
-        return Tick();
+        return Tick(event.behind);
       case UpdateEvent::kRankArrived:
         s_.ranks[event.rank].arrived = true;
         return;
@@ -299,22 +299,27 @@ class Stepper {
     }
   }
 
-  void Tick() {
+  void Tick(const std::string& behind) {
     if (BeforeCommit() && !s_.all_copied && now_ >= s_.gather_deadline) {
       return GatherExpired();
     }
     if (now_ < s_.deadline) return;
     if (s_.blocked && (s_.phase == UpdatePhase::kGathering || s_.at_barrier)) {
-      Abort(Fault(absl::StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
-                  absl::StrCat("the update before it did not end within ",
-                               absl::FormatDuration(config_.queue_timeout),
-                               "; publish again")));
-    } else if (s_.phase == UpdatePhase::kMoving && Writing()) {
       Abort(Fault(
-          absl::StatusCode::kDeadlineExceeded, "SAVE_TIMEOUT",
-          absl::StrCat("the checkpoint by which it comes was not "
-                       "written within ",
-                       absl::FormatDuration(config_.checkpoint_timeout))));
+          absl::StatusCode::kDeadlineExceeded, "QUEUE_TIMEOUT",
+          absl::StrCat("the update before it did not end within ",
+                       absl::FormatDuration(config_.queue_timeout),
+                       behind.empty() ? "" : ": ", behind, "; publish again")));
+    } else if (s_.phase == UpdatePhase::kMoving && Writing()) {
+      std::vector<std::string> writers;
+      for (const UpdateNode& node : s_.nodes) {
+        if (node.In() && node.source) writers.push_back(node.name);
+      }
+      Abort(Fault(absl::StatusCode::kDeadlineExceeded, "SAVE_TIMEOUT",
+                  absl::StrCat("the checkpoint by which it comes was not "
+                               "written within ",
+                               absl::FormatDuration(config_.checkpoint_timeout),
+                               " by node ", absl::StrJoin(writers, ", "))));
     } else if (s_.phase == UpdatePhase::kPreparing) {
       std::vector<std::string> late;
       for (const UpdateNode& node : s_.nodes) {
@@ -666,6 +671,56 @@ class Stepper {
 };
 
 }  // namespace
+
+std::string WaitsFor(const UpdateState& state) {
+  std::vector<std::string> names;
+  const auto ranks = [&](bool UpdateRank::*done) {
+    for (const UpdateRank& rank : state.ranks) {
+      if (!(rank.*done)) names.push_back(absl::StrCat(rank.rank));
+    }
+    return names.empty() ? ""
+                         : absl::StrCat("rank ", absl::StrJoin(names, ", "));
+  };
+  const auto nodes = [&](const auto& done) {
+    for (const UpdateNode& node : state.nodes) {
+      if (node.In() && !done(node)) names.push_back(node.name);
+    }
+    return names.empty() ? ""
+                         : absl::StrCat("node ", absl::StrJoin(names, ", "));
+  };
+  const auto replicas = [&](UpdateReplica::Stage from,
+                            UpdateReplica::Stage to) {
+    for (const UpdateReplica& replica : state.replicas) {
+      if (replica.stage >= from && replica.stage <= to) {
+        names.push_back(replica.name);
+      }
+    }
+    return absl::StrJoin(names, ", ");
+  };
+  switch (state.phase) {
+    case UpdatePhase::kGathering:
+      return ranks(&UpdateRank::arrived);
+    case UpdatePhase::kPreparing:
+      return nodes([&state](const UpdateNode& node) {
+        return node.prepared_epoch == state.epoch;
+      });
+    case UpdatePhase::kMoving: {
+      const std::string uncopied = ranks(&UpdateRank::copied);
+      if (!uncopied.empty()) return uncopied;
+      return nodes([](const UpdateNode& node) { return node.verified; });
+    }
+    case UpdatePhase::kPausing:
+      return replicas(UpdateReplica::kIn, UpdateReplica::kHeld);
+    case UpdatePhase::kApplying:
+      return replicas(UpdateReplica::kAwaited, UpdateReplica::kInstalling);
+    case UpdatePhase::kResuming:
+      return replicas(UpdateReplica::kReleased, UpdateReplica::kReleased);
+    case UpdatePhase::kActive:
+    case UpdatePhase::kAborted:
+      return "";
+  }
+  return "";
+}
 
 void BeginUpdate(const UpdateConfig& config, absl::Time now,
                  UpdateState* state) {

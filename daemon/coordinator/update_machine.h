@@ -230,6 +230,9 @@ struct UpdateEvent {
   int from = -1;
   int to = -1;
   bool installed = false;
+  // kTick of one that is behind an older update: that one, and who it waits
+  // for, as the subject of a sentence.
+  std::string behind;
   Fault fault;
 };
 
@@ -256,6 +259,10 @@ struct UpdateAction {
   int node = 0;
   int replica = 0;
 };
+
+// Who it waits for in its phase, for sentences: "rank 1, 2", "node n2", names
+// of replicas. Empty: for nobody.
+std::string WaitsFor(const UpdateState& state);
 
 // Sets the deadlines of a fresh state (nodes, ranks, replicas and epoch
 // filled).

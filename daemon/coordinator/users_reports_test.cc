@@ -1,9 +1,13 @@
 // What users of other systems reported, and what must not be possible here:
 // each report is a test of its name.
 
+#include <functional>
+#include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/fake_cluster.h"
 #include "daemon/coordinator/fake_expect.h"
@@ -96,6 +100,9 @@ TEST(UsersReportsTest, AnUpdateWrittenIntoAnEngineWhoseMemoryIsNotThere) {
   ExpectAllServe(c, c.Version().update_id());
 }
 
+// Whatever is reported twice, each engine is told once. What it does with a
+// command that comes to it twice: ReplicaTest.ARepeatedCommandDoesNothingTwice
+// (client/cc/replica_test.cc).
 TEST(UsersReportsTest, ADuplicateResume) {
   FakeCluster c;
   c.twice = true;
@@ -103,8 +110,28 @@ TEST(UsersReportsTest, ADuplicateResume) {
   c.PublishAll(2);
   c.Run();
   c.Pass(absl::Seconds(40));
+  EXPECT_EQ(c.CountCommands(Command::kResumeReplica), 2);
+  EXPECT_EQ(c.CountCommands(Command::kPauseReplica), 2);
   EXPECT_EQ(c.engines["r1"].resumes, 1);
   EXPECT_EQ(c.engines["r2"].resumes, 1);
+  // Answers of that update that come once more during the next one are not
+  // taken for the next one's.
+  v1::NodeReport late;
+  auto* resumed = late.mutable_replica_resumed();
+  resumed->set_model(kModel);
+  resumed->set_replica("r2");
+  resumed->set_incarnation(c.engines["r2"].incarnation);
+  resumed->set_command_id(c.engines["r2"].last_resume.command_id());
+  c.intercept = [](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_resume_replica();
+  };
+  c.PublishAll(2);
+  c.Run();
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_RESUMING);
+  c.Report("n2", late);
+  c.Run();
+  EXPECT_EQ(c.Version().state(), v1::Version::STATE_RESUMING);
+  EXPECT_EQ(c.CountCommands(Command::kResumeReplica), 4);
 }
 
 TEST(UsersReportsTest, AReplicasErrorStatusIgnoredByTheController) {
@@ -220,6 +247,9 @@ TEST(UsersReportsTest, NorIsOneWhoHasGone) {
   }
 }
 
+// The one worker whose answer is lost is asked again, about the same update,
+// and nobody else is. That it then writes nothing is its own to keep:
+// WorkerTest.ARepeatedApplyWritesNothing (client/cc/worker_test.cc).
 TEST(UsersReportsTest, ARetryThatAppliesTwice) {
   FakeCluster c;
   c.AddStandard();
@@ -239,28 +269,138 @@ TEST(UsersReportsTest, ARetryThatAppliesTwice) {
   c.Pass(absl::Seconds(122));
   EXPECT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
   EXPECT_EQ(c.engines["r1"].applies, 1);
+  std::map<std::string, int> asked;
+  for (const auto& command : c.commands) {
+    if (!command.second.has_apply_worker()) continue;
+    const v1::ApplyWorker& apply = command.second.apply_worker();
+    EXPECT_EQ(apply.update_id(), c.Version().update_id());
+    ++asked[absl::StrCat(apply.replica(), "/", apply.worker_index())];
+  }
+  EXPECT_EQ(asked, (std::map<std::string, int>{
+                       {"r1/0", 2}, {"r2/0", 1}, {"r2/1", 1}}));
   ExpectAllServe(c, c.Version().update_id());
 }
 
-TEST(UsersReportsTest, RequestsInFlightLostUnderDrainOrKeep) {
-  // The engine is told how to treat them, and that it was so again when it
-  // resumes: KEEP freezes them, DRAIN finishes them. None is told to abort.
+// The requests that an engine works on, treated as its commands say. An engine
+// that is resumed in another way than it was paused cannot go on with what it
+// froze.
+struct InFlight {
+  int running = 3;
+  int frozen = 0;
+  int finished = 0;
+  int lost = 0;
+
+  void Take(const Command& command) {
+    if (command.has_pause_replica()) {
+      switch (command.pause_replica().pause().mode()) {
+        case v1::PAUSE_MODE_DRAIN:
+          finished += running;
+          break;
+        case v1::PAUSE_MODE_KEEP:
+          frozen += running;
+          break;
+        default:
+          lost += running;
+          break;
+      }
+      running = 0;
+    } else if (command.has_resume_replica()) {
+      if (command.resume_replica().resume().mode() != v1::PAUSE_MODE_KEEP) {
+        lost += frozen;
+      } else {
+        running += frozen;
+      }
+      frozen = 0;
+    }
+  }
+};
+
+// Through an update that succeeds, one that is aborted while the engine stands,
+// one whose node is cut off in the middle, and one in the middle of which the
+// coordinator is started again. With a model that answers:
+// tests/python/serving_test.py.
+class InFlightTest : public ::testing::TestWithParam<v1::PauseMode> {};
+
+TEST_P(InFlightTest, RequestsInFlightLostUnderDrainOrKeep) {
   FakeCluster c;
   c.AddStandard();
-  for (const v1::PauseMode mode : {v1::PAUSE_MODE_DRAIN, v1::PAUSE_MODE_KEEP}) {
-    v1::UpdateOptions options;
-    options.set_pause_mode(mode);
-    c.Publish(0, 0, "", options);
-    c.Publish(1, 0, "", options);
-    c.Run();
-    for (const auto& command : c.commands) {
-      if (!command.second.has_pause_replica()) continue;
-      EXPECT_NE(command.second.pause_replica().pause().mode(),
-                v1::PAUSE_MODE_ABORT);
+  std::map<std::string, InFlight> requests;
+  std::function<bool(const std::string&, const Command&)> also;
+  c.intercept = [&](const std::string& node, const Command& command) {
+    if (also != nullptr && also(node, command)) return true;
+    if (command.has_pause_replica()) {
+      requests[command.pause_replica().replica()].Take(command);
+    } else if (command.has_resume_replica()) {
+      requests[command.resume_replica().replica()].Take(command);
     }
-    EXPECT_EQ(c.engines["r1"].last_resume.mode(), mode);
-  }
+    return false;
+  };
+  v1::UpdateOptions options;
+  options.set_pause_mode(GetParam());
+  const auto publish = [&] {
+    for (int rank = 0; rank < 2; ++rank) c.Publish(rank, 0, "", options);
+    c.Run();
+  };
+  const auto expect_none_lost = [&] {
+    ASSERT_EQ(requests.size(), 2u);
+    for (auto& entry : requests) {
+      InFlight& engine = entry.second;
+      EXPECT_EQ(engine.lost, 0) << entry.first;
+      if (GetParam() == v1::PAUSE_MODE_KEEP) {
+        EXPECT_EQ(engine.running, 3) << entry.first;
+        EXPECT_EQ(engine.finished, 0) << entry.first;
+      } else {
+        EXPECT_EQ(engine.finished, 3) << entry.first;
+        engine.finished = 0;
+        engine.running = 3;  // the next ones
+      }
+    }
+  };
+  publish();
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  expect_none_lost();
+
+  // r2 does not pause, and so r1 stands for nothing.
+  also = [&](const std::string& node, const Command& command) {
+    return node == "n2" && command.has_pause_replica();
+  };
+  publish();
+  c.Pass(absl::Seconds(61));
+  also = nullptr;
+  c.Run();
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_ABORTED);
+  EXPECT_EQ(requests["r1"].lost, 0);
+  requests["r2"] = requests["r1"];  // it was never paused
+  expect_none_lost();
+
+  // The node of one that stands goes away for a moment.
+  also = [](const std::string&, const Command& command) {
+    return command.has_apply_worker();
+  };
+  publish();
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_APPLYING);
+  c.Disconnect("n1");
+  also = nullptr;
+  c.Reconnect("n1");
+  c.Run();
+  c.Pass(absl::Seconds(125));
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  expect_none_lost();
+
+  // The coordinator ends after the commit.
+  c.crash_before = "apply_worker";
+  publish();
+  ASSERT_TRUE(c.crashed);
+  c.RestartCoordinator();
+  c.Pass(absl::Seconds(2));
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  expect_none_lost();
+  ExpectAllServe(c, c.Version().update_id());
 }
+
+INSTANTIATE_TEST_SUITE_P(UsersReportsTest, InFlightTest,
+                         ::testing::Values(v1::PAUSE_MODE_DRAIN,
+                                           v1::PAUSE_MODE_KEEP));
 
 TEST(UsersReportsTest, ATimeoutClockThatStartsBeforeItsWorkDoes) {
   // The pause takes most of its own time, the apply most of its own: neither

@@ -5,7 +5,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <iostream>
+#include <iterator>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -88,6 +90,11 @@ DEFINE_int32(nccl_max_ctas, 4,
              "With --group=nccl or auto: how many of the GPU's SMs an "
              "operation may take from those who compute; 1 to 32.");
 DEFINE_string(
+    nccl_cta_policy, "efficiency",
+    "With --group=nccl or auto: how NCCL chooses within --nccl_max_ctas: "
+    "efficiency (few SMs, where they suffice), default (what is quickest), or "
+    "zero (copy engines, where NCCL can).");
+DEFINE_string(
     labels, "",
     "What the topology knows of this node, comma-separated or by repeating the "
     "flag: "
@@ -169,6 +176,15 @@ DEFINE_duration(
     "Coordinator: a replica that is paused and hears of no commit for this "
     "long, because its coordinator is away, serves the old weights again (when "
     "all of its workers are on one node).");
+DEFINE_duration(
+    peer_timeout, "10s",
+    "A node that sends weights here, or takes them from here, and of which "
+    "nothing was heard for this long while they move is given up as a "
+    "neighbour.");
+DEFINE_duration(
+    handshake_timeout, "5s",
+    "Whoever connects to --data_address and has not said who it is within this "
+    "time is sent away.");
 DEFINE_duration(operation_timeout, "10m",
                 "Coordinator: how long a pause, rollback, release or "
                 "verification that somebody asked for waits at most.");
@@ -187,7 +203,8 @@ DEFINE_duration(recovery_timeout, "30s",
                 "of its replicas.");
 DEFINE_duration(max_staleness, "10m",
                 "How long replicas serve without a coordinator before "
-                "--on_isolation says what becomes of them.");
+                "--on_isolation says what becomes of them, and before the "
+                "coordinator flags them: STALE_REPLICA.");
 DEFINE_duration(
     registration_timeout, "15s",
     "How long the registration of a client waits for the coordinator.");
@@ -309,6 +326,8 @@ absl::Status ReadDeadlines(Deadlines* out) {
       {"publish_timeout", &FLAGS_publish_timeout, &out->publish},
       {"checkpoint_timeout", &FLAGS_checkpoint_timeout, &out->checkpoint},
       {"barrier_timeout", &FLAGS_barrier_timeout, &out->barrier},
+      {"peer_timeout", &FLAGS_peer_timeout, &out->peer},
+      {"handshake_timeout", &FLAGS_handshake_timeout, &out->handshake},
       {"operation_timeout", &FLAGS_operation_timeout, &out->operation},
       {"heartbeat_interval", &FLAGS_heartbeat_interval,
        &out->heartbeat_interval},
@@ -452,6 +471,15 @@ absl::StatusOr<Options> OptionsFromFlags() {
                      "give 1 to 32");
   }
   options.nccl_max_ctas = FLAGS_nccl_max_ctas;
+  // As nccl.h numbers them: NCCL_CTA_POLICY_*.
+  constexpr absl::string_view kPolicies[] = {"default", "efficiency", "zero"};
+  const auto policy = std::find(std::begin(kPolicies), std::end(kPolicies),
+                                absl::AsciiStrToLower(FLAGS_nccl_cta_policy));
+  if (policy == std::end(kPolicies)) {
+    return FlagError("nccl_cta_policy", FLAGS_nccl_cta_policy,
+                     "give efficiency, default or zero");
+  }
+  options.nccl_cta_policy = static_cast<int>(policy - std::begin(kPolicies));
   options.state_dir =
       FLAGS_state_dir.empty() ? DefaultStateDir() : FLAGS_state_dir;
   options.ready_file = FLAGS_ready_file;

@@ -3,6 +3,7 @@
 #include <gflags/gflags.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -68,15 +69,50 @@ TEST_F(FlagsTest, LabelsAndPortRange) {
   EXPECT_EQ(options->data_port_last, 7010);
 }
 
+TEST_F(FlagsTest, DeadlinesAreTakenOver) {
+  const absl::StatusOr<Options> options =
+      Parse({"--peer_timeout=3s", "--handshake_timeout=300ms",
+             "--max_staleness=2m", "--shutdown_timeout=1s"});
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->deadlines.peer, absl::Seconds(3));
+  EXPECT_EQ(options->deadlines.handshake, absl::Milliseconds(300));
+  EXPECT_EQ(options->deadlines.max_staleness, absl::Minutes(2));
+  EXPECT_EQ(options->deadlines.shutdown, absl::Seconds(1));
+}
+
+TEST_F(FlagsTest, PoliciesOfNcclHaveItsNumbers) {
+  EXPECT_EQ(Parse({})->nccl_cta_policy, 1);
+  for (const auto& [name, number] : std::vector<std::pair<const char*, int>>{
+           {"default", 0}, {"efficiency", 1}, {"zero", 2}}) {
+    gflags::FlagSaver saver;
+    const absl::StatusOr<Options> options =
+        Parse({std::string("--nccl_cta_policy=") + name});
+    ASSERT_TRUE(options.ok()) << options.status();
+    EXPECT_EQ(options->nccl_cta_policy, number);
+  }
+}
+
 TEST_F(FlagsTest, WrongValuesNameTheirFlag) {
-  for (const char* flag :
-       {"--group=ucx", "--memory=vram", "--gpu_slots=0", "--gpu_slots=65",
-        "--nccl_max_ctas=0", "--nccl_max_ctas=33", "--pause_timeout=0s",
-        "--pause_timeout=soon", "--data_port_range=9-8",
-        "--data_port_range=65530-65536", "--data_port_range=0-5",
-        "--data_port_range=7000", "--labels=zone", "--keep_updates=0",
-        "--store_budget_bytes=-1", "--apply_attempts=0",
-        "--heartbeat_timeout=1s"}) {
+  for (const char* flag : {"--group=ucx",
+                           "--memory=vram",
+                           "--gpu_slots=0",
+                           "--gpu_slots=65",
+                           "--nccl_max_ctas=0",
+                           "--nccl_max_ctas=33",
+                           "--nccl_cta_policy=all",
+                           "--pause_timeout=0s",
+                           "--pause_timeout=soon",
+                           "--data_port_range=9-8",
+                           "--data_port_range=65530-65536",
+                           "--data_port_range=0-5",
+                           "--data_port_range=7000",
+                           "--labels=zone",
+                           "--keep_updates=0",
+                           "--store_budget_bytes=-1",
+                           "--apply_attempts=0",
+                           "--heartbeat_timeout=1s",
+                           "--peer_timeout=0s",
+                           "--handshake_timeout=never"}) {
     gflags::FlagSaver saver;
     const absl::StatusOr<Options> options = Parse({flag});
     ASSERT_FALSE(options.ok()) << flag;

@@ -86,7 +86,8 @@ TEST(HttpServerTest, ServesItsPagesAndNothingElse) {
 }
 
 TEST(MetricsTest, EachGpuApart) {
-  v1::MemoryUse memory;
+  NodeFigures figures;
+  v1::MemoryUse& memory = figures.memory;
   memory.set_store_budget_bytes(4096);
   memory.set_store_used_bytes(100);
   for (const char* uuid : {"GPU-1", "GPU-2"}) {
@@ -100,7 +101,7 @@ TEST(MetricsTest, EachGpuApart) {
   memory.mutable_gpus(1)->set_state(v1::GpuUse::STATE_FAILED);
   memory.mutable_gpus(1)->set_restart_count(2);
   memory.mutable_gpus(1)->set_device_store_bytes(int64_t{16} << 30);
-  const std::string text = RenderMetrics("n", "1.2", memory);
+  const std::string text = RenderMetrics("n", "1.2", figures);
   EXPECT_THAT(text, HasSubstr("# TYPE weightsync_store_used_bytes gauge\n"
                               "weightsync_store_used_bytes 100"));
   EXPECT_THAT(text, HasSubstr("weightsync_build_info{node=\"n\","
@@ -120,7 +121,24 @@ TEST(MetricsTest, EachGpuApart) {
                               "17179869184"));
   // Of a node without one, nothing.
   memory.clear_gpus();
-  EXPECT_THAT(RenderMetrics("n", "1.2", memory), Not(HasSubstr("gpu")));
+  EXPECT_THAT(RenderMetrics("n", "1.2", figures), Not(HasSubstr("gpu")));
+}
+
+// What on_isolation = KEEP_SERVING leaves to be seen at the node itself.
+TEST(MetricsTest, ANodeThatIsCutOffSaysForHowLong) {
+  NodeFigures figures;
+  EXPECT_THAT(RenderMetrics("n", "1.2", figures),
+              HasSubstr("\nweightsync_coordinator_silence_seconds 0\n"));
+  EXPECT_THAT(RenderMetrics("n", "1.2", figures),
+              HasSubstr("\nweightsync_replica_alarms 0\n"));
+  figures.coordinator_silence = absl::Milliseconds(1500);
+  figures.replica_alarms = 2;
+  const std::string text = RenderMetrics("n", "1.2", figures);
+  EXPECT_THAT(text,
+              HasSubstr("# TYPE weightsync_coordinator_silence_seconds gauge\n"
+                        "weightsync_coordinator_silence_seconds 1.5\n"));
+  EXPECT_THAT(text, HasSubstr("# TYPE weightsync_replica_alarms gauge\n"
+                              "weightsync_replica_alarms 2\n"));
 }
 
 }  // namespace

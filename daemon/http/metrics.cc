@@ -64,7 +64,11 @@ const GpuFigure kGpuFigures[] = {
      [](const v1::GpuUse& gpu) {
        return static_cast<double>(gpu.context_bytes());
      }},
-    {"gpu_nccl_bytes", "NCCL's staging memory and communicators.", kGauge,
+    {"gpu_nccl_bytes",
+     "NCCL's staging memory, and an estimate of its communicators: by how much "
+     "less of the GPU was free once they were made, other processes' "
+     "allocations of that time included.",
+     kGauge,
      [](const v1::GpuUse& gpu) {
        return static_cast<double>(gpu.nccl_bytes());
      }},
@@ -85,7 +89,8 @@ const GpuFigure kGpuFigures[] = {
 }  // namespace
 
 std::string RenderMetrics(const std::string& node, const std::string& version,
-                          const v1::MemoryUse& memory) {
+                          const NodeFigures& figures) {
+  const v1::MemoryUse& memory = figures.memory;
   std::vector<prometheus::MetricFamily> families;
   const auto one = [&families](const std::string& name, const std::string& help,
                                Labels labels, double value) {
@@ -94,6 +99,15 @@ std::string RenderMetrics(const std::string& node, const std::string& version,
   };
   one("build_info", "Always 1; which node and which software.",
       {{"node", node}, {"version", version}}, 1);
+  one("coordinator_silence_seconds",
+      "Since the coordinator was last heard of. More than --max_staleness: "
+      "what "
+      "this node's replicas serve may be old.",
+      {}, absl::ToDoubleSeconds(figures.coordinator_silence));
+  one("replica_alarms",
+      "Replicas that stay paused until the coordinator is back: this node "
+      "cannot know what became of their update.",
+      {}, figures.replica_alarms);
   const std::pair<const char*, int64_t> sizes[] = {
       {"store_budget_bytes", memory.store_budget_bytes()},
       {"store_reserved_bytes", memory.store_reserved_bytes()},

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "absl/time/time.h"
 #include "weightsync/v1/admin.pb.h"
 
 namespace weightsync {
@@ -14,12 +15,22 @@ namespace daemon {
 inline constexpr char kMetricsType[] =
     "text/plain; version=0.0.4; charset=utf-8";
 
+struct NodeFigures {
+  // As GetNode shows it.
+  v1::MemoryUse memory;
+  // Since the coordinator was last heard of; since the start when it never was.
+  absl::Duration coordinator_silence;
+  // Replicas that stay paused because this node cannot know, while the
+  // coordinator is away, what became of their update.
+  int replica_alarms = 0;
+};
+
 // In the text format, all names beginning with weightsync_, sizes in bytes. The
 // figures are those of MemoryUse in GetNode: of the store, of trainers' arenas,
 // of the process, and of each GPU apart (weightsync_gpu_*, labelled with its
-// device_uuid and device_name).
+// device_uuid and device_name); and how it is cut off, where it is.
 std::string RenderMetrics(const std::string& node, const std::string& version,
-                          const v1::MemoryUse& memory);
+                          const NodeFigures& figures);
 
 }  // namespace daemon
 }  // namespace weightsync

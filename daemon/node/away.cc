@@ -35,9 +35,10 @@ AwayAction DecideAway(const AwayReplica& replica) {
 
   if (replica.away < replica.barrier_timeout) return AwayAction::kNothing;
   // The old update is what all workers hold, and nothing else: one that is
-  // written to does not hold it any more, and two that differ make a mix.
+  // written to does not hold it any more, one whose engine dropped its weights
+  // (deep sleep) holds none, and two that differ make a mix.
   if (!replica.may_refuse || !all_here || busy || !alike ||
-      replica.workers[0].state == AwayWorker::State::kWriting) {
+      replica.workers[0].state != AwayWorker::State::kInstalled) {
     return AwayAction::kAlarm;
   }
   return AwayAction::kRefuse;

@@ -50,6 +50,13 @@ TEST(Away, AWorkerThatWasWrittenToIsNeverResumedOnTheOldUpdate) {
   EXPECT_EQ(DecideAway(replica), AwayAction::kAlarm);
 }
 
+// An engine in deep sleep has no old update to go on with.
+TEST(Away, AWorkerThatHoldsNothingIsNeverResumed) {
+  AwayReplica replica = Offered();
+  for (AwayWorker& worker : replica.workers) worker = AwayWorker();
+  EXPECT_EQ(DecideAway(replica), AwayAction::kAlarm);
+}
+
 TEST(Away, WorkersThatDifferAreNeverResumedAsTheOldUpdate) {
   AwayReplica replica = Offered();
   replica.workers = {On("new"), On("old")};

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "schedule/block_scale.h"
 #include "schedule/error.h"
 #include "transport/error.h"
 
@@ -105,6 +106,37 @@ schedule::Param ParamFromProto(const v1::Parameter& parameter) {
   param.shape.assign(parameter.shape().begin(), parameter.shape().end());
   param.component = parameter.component();
   return param;
+}
+
+absl::StatusOr<schedule::DType> ShardDType(v1::DType dtype,
+                                           const schedule::Param& param,
+                                           const schedule::Box& box) {
+  if (dtype == v1::DTYPE_UNSPECIFIED) return param.dtype;
+  const schedule::DType held = FromProto(dtype);
+  if (held == schedule::DType::kUnspecified) {
+    return Invalid("DTYPE_UNKNOWN", param.name,
+                   absl::StrCat("a shard has type ", static_cast<int>(dtype),
+                                ", which is none of DType; name one"));
+  }
+  const absl::StatusOr<schedule::Cast> cast =
+      schedule::CastBetween(held, param.dtype);
+  if (!cast.ok()) {
+    return Invalid(
+        "DTYPE_MISMATCH", param.name,
+        absl::StrCat("a trainer holds it as ", schedule::DTypeName(held),
+                     " and registers it as ", schedule::DTypeName(param.dtype),
+                     "; ", cast.status().message(),
+                     "; cast it in the trainer, or register it as ",
+                     schedule::DTypeName(held)));
+  }
+  if (*cast == schedule::Cast::kBF16ToF8E4M3) {
+    absl::Status status = schedule::ScaleParam(param).status();
+    if (status.ok()) status = schedule::ScaleBoxOf(param, box).status();
+    if (!status.ok()) {
+      return Invalid("DTYPE_MISMATCH", param.name, status.message());
+    }
+  }
+  return held;
 }
 
 absl::Status CheckParameter(const v1::Parameter& parameter) {

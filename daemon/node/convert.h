@@ -37,6 +37,14 @@ absl::StatusOr<schedule::Dims> StridesFromProto(
 
 schedule::Param ParamFromProto(const v1::Parameter& parameter);
 
+// How the elements of a shard of `param` lie in its trainer's memory: `dtype`,
+// or as the parameter has them where that is unset. INVALID_ARGUMENT:
+// DTYPE_UNKNOWN; DTYPE_MISMATCH, naming the parameter, both types and what can
+// be done, where there is no cast between them or `box` has parts of blocks.
+absl::StatusOr<schedule::DType> ShardDType(v1::DType dtype,
+                                           const schedule::Param& param,
+                                           const schedule::Box& box);
+
 // Judges one parameter as the catalog would. INVALID_ARGUMENT: DTYPE_UNKNOWN,
 // SHAPE_INVALID (an extent that is zero, negative or above 2^31, too many
 // dimensions, more bytes than 63 bits count), NAME_INVALID.

@@ -8,6 +8,7 @@
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace daemon {
@@ -21,6 +22,7 @@ using testing::ModelBytes;
 using testing::RankMemory;
 using testing::TestNode;
 using testing::TestUpdate;
+using transport::Eventually;
 using transport::ReasonOf;
 
 constexpr int64_t kUpdateBytes = 320 << 10;
@@ -29,21 +31,6 @@ TestNode::Options OnDevice(int64_t device_bytes = 64 << 20) {
   TestNode::Options options;
   options.device_budget_bytes = device_bytes;
   return options;
-}
-
-int64_t HostBytes(TestNode& node) {
-  v1::MemoryUse use;
-  node.store().FillMemoryUse(&use);
-  return use.store_used_bytes();
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + kDeadline;
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-  return true;
 }
 
 // ---- The store ----
@@ -93,7 +80,7 @@ TEST_F(DeviceStoreTest, BucketsLieWhereTheyShall) {
   EXPECT_EQ(node_->gpus().DeviceOf((*rooms)[0].data.data()), "gpu-0");
   EXPECT_LT((*rooms)[0].file.fd, 0);
   EXPECT_EQ((*rooms)[1].device, "");
-  EXPECT_EQ(HostBytes(*node_), 64 << 10);
+  EXPECT_EQ(node_->UsedBytes(), 64 << 10);
   ASSERT_TRUE(store().MarkWhole("u1").ok());
   // Who reaches it is pointed there, and nobody else.
   EXPECT_EQ(ReasonOf(store().Locate("u1", {0, 1}).status()), "OUT_OF_REACH");
@@ -116,7 +103,7 @@ TEST_F(DeviceStoreTest, BucketsLieWhereTheyShall) {
     EXPECT_EQ(ReasonOf(store().Locate("u1", {0, 1}).status()), "OUT_OF_REACH")
         << "it is not complete";
     ASSERT_TRUE(store().MarkCopies("u1", {0}).ok());
-    EXPECT_EQ(HostBytes(*node_), kUpdateBytes);
+    EXPECT_EQ(node_->UsedBytes(), kUpdateBytes);
     located->pin.Release();
     auto there = store().Locate("u1", {0, 1});
     ASSERT_TRUE(there.ok()) << there.status();
@@ -129,7 +116,7 @@ TEST_F(DeviceStoreTest, BucketsLieWhereTheyShall) {
   auto host = store().FindArena(slot.arena_id());
   EXPECT_EQ(host->Generation(slot.generation_slot()), slot.generation());
   located->pin.Release();
-  EXPECT_EQ(HostBytes(*node_), 64 << 10);
+  EXPECT_EQ(node_->UsedBytes(), 64 << 10);
   // A late reader of the copy notices.
   EXPECT_NE(host->Generation(slot.generation_slot()), slot.generation());
   EXPECT_EQ(ReasonOf(store().Locate("u1", {0}).status()), "OUT_OF_REACH");
@@ -320,8 +307,8 @@ TEST_F(DeviceMoverTest, FromGpuToGpuOfAnotherNode) {
         return !held.empty() && held[0].version() == version;
       }));
       // Nothing stays in host memory.
-      EXPECT_TRUE(Eventually([&] { return HostBytes(*node) == 0; }))
-          << HostBytes(*node);
+      EXPECT_TRUE(Eventually([&] { return node->UsedBytes() == 0; }))
+          << node->UsedBytes();
     }
     update.ExpectWorkersEqual(model);
   }
@@ -366,7 +353,7 @@ TEST_F(DeviceMoverTest, DamageOnTheWayToAGpuIsSeen) {
   ASSERT_NO_FATAL_FAILURE(Move(&a, &b, &update, 1, model));
   EXPECT_EQ(b.WaitVerified().failure().reason(), "DEVICE_STORE_DAMAGED");
   update.End(false);
-  EXPECT_TRUE(Eventually([&] { return HostBytes(b) == 0; }));
+  EXPECT_TRUE(Eventually([&] { return b.UsedBytes() == 0; }));
 }
 
 TEST_F(DeviceMoverTest, AGpuThatIsLostInTheMiddleFailsTheUpdateByName) {
@@ -412,7 +399,7 @@ TEST_F(DeviceMoverTest, AHolderSendsWhatItHasOnAGpu) {
     return !a.store().HeldUpdates().empty() && !b.store().HeldUpdates().empty();
   }));
   // With its copies in host memory it would live on.
-  ASSERT_TRUE(Eventually([&] { return HostBytes(b) == 0; }));
+  ASSERT_TRUE(Eventually([&] { return b.UsedBytes() == 0; }));
   // b loses it all, and fetches it.
   b.gpus().Lose("gpu-5");
   b.store().LoseDevice("gpu-5");
@@ -431,7 +418,7 @@ TEST_F(DeviceMoverTest, AHolderSendsWhatItHasOnAGpu) {
   b.mover().UpdateManifest(update.manifest());
   EXPECT_EQ(b.WaitVerified().failure().message(), "");
   EXPECT_TRUE(Eventually([&] { return b.store().Holds("u", needed); }));
-  EXPECT_TRUE(Eventually([&] { return HostBytes(b) == 0; }));
+  EXPECT_TRUE(Eventually([&] { return b.UsedBytes() == 0; }));
   EXPECT_GT(b.gpus().device_bytes("gpu-5"), 0);
   update.ExpectWorkersEqual(model);
 }

@@ -53,7 +53,9 @@ absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
         break;
       }
     }
-    if (shard == nullptr) return absl::nullopt;
+    if (shard == nullptr || shard->cast != schedule::Cast::kNone) {
+      return absl::nullopt;
+    }
     const SourceRegion* region = nullptr;
     for (const SourceRegion& candidate : source.regions) {
       if (candidate.arena != nullptr && shard->data >= candidate.data &&

@@ -21,7 +21,8 @@ namespace daemon {
 // arena, so that each has a digest of its own. None when that cannot be: the
 // worker wants only a part of the bucket, the rank's memory is not ours, or a
 // tensor is not one stretch of the parameter's flattened elements (its digest
-// could not be computed on the way).
+// could not be computed on the way), or the rank holds it in another dtype:
+// workers do not cast.
 absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
     const NodeLayout& layout, int32_t bucket, const InPlaceSource& source,
     const WantedTensors& tensors);

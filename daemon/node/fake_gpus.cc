@@ -142,6 +142,10 @@ absl::Status FakeGpus::Copy(absl::Span<const transport::CopyTask> tasks,
     std::string from, to;
     auto src = Find(task.src, &from);
     if (!src.ok()) return src.status();
+    if (task.has_blocks()) {
+      const char* const blocks = *src + (task.blocks.src - task.src);
+      task.blocks.src = blocks;
+    }
     task.src = *src;
     if (task.dst != nullptr) {
       auto dst = Find(task.dst, &to);

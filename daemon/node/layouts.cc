@@ -40,6 +40,12 @@ absl::StatusOr<schedule::BoxListRef> BoxesFromProto(
     if (!parsed.ok()) return parsed.status();
     schedule::OrdinalBox out;
     out.ordinal = static_cast<uint32_t>(box.ordinal());
+    if (box.dtype() != v1::DTYPE_UNSPECIFIED) {
+      auto held = ShardDType(box.dtype(), param, *parsed);
+      if (!held.ok()) return held.status();
+      // As if nothing was said, so that the layout is the same.
+      if (*held != param.dtype) out.dtype = *held;
+    }
     out.box = *std::move(parsed);
     result.push_back(std::move(out));
   }

@@ -259,6 +259,26 @@ TEST(Strides, ThoseUnderWhichElementsShareBytesAreRefused) {
   EXPECT_FALSE(with(int64_t{1} << 62, 1).ok());
 }
 
+TEST(Layouts, WhatAShardIsCastFromChangesNoByteOfALayout) {
+  v1::DefineLayout define =
+      ModelBuilder()
+          .Parameter(MakeParameter("w", v1::DTYPE_BF16, {300, 200}))
+          .FsdpRanks("a", 2)
+          .Worker("b")
+          .Build();
+  for (const v1::DType held : {v1::DTYPE_BF16, v1::DTYPE_F32}) {
+    v1::DefineLayout cast = define;
+    for (v1::LayoutSource& source : *cast.mutable_sources())
+      source.mutable_shards(0)->set_dtype(held);
+    auto layout = ComputeNodeLayout(cast, "b");
+    ASSERT_TRUE(layout.ok()) << layout.status();
+    EXPECT_EQ(layout->id, define.layout_id());
+  }
+  define.mutable_sources(1)->mutable_shards(0)->set_dtype(v1::DTYPE_F64);
+  EXPECT_EQ(ReasonOf(ComputeNodeLayout(define, "b").status()),
+            "DTYPE_MISMATCH");
+}
+
 }  // namespace
 }  // namespace daemon
 }  // namespace weightsync

@@ -1,8 +1,7 @@
-// Fetching from a holder, IN_PLACE, STREAM, and equal buckets: real bytes over
-// loopback between nodes of one process.
+// Fetching from a holder, IN_PLACE and STREAM: real bytes over loopback between
+// nodes of one process.
 
 #include <atomic>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,6 +14,7 @@
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace daemon {
@@ -27,22 +27,8 @@ using testing::RankMemory;
 using testing::TestNode;
 using testing::TestSink;
 using testing::TestUpdate;
+using transport::Eventually;
 using transport::ReasonOf;
-
-int64_t UsedBytes(TestNode& node) {
-  v1::MemoryUse use;
-  node.store().FillMemoryUse(&use);
-  return use.store_used_bytes();
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + kDeadline;
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-  return true;
-}
 
 v1::DefineLayout TwoReceivers() {
   return ModelBuilder()
@@ -250,12 +236,12 @@ TEST(Fetch, AFetchThatIsEndedGivesItsRoomBack) {
   ASSERT_TRUE(late.layouts().Define(define).ok());
   const auto fetch = update.FetchCommand(&b, &late, AllBuckets(b, define));
   late.mover().PrepareUpdate(fetch);
-  ASSERT_TRUE(Eventually([&] { return UsedBytes(late) > 0; }));
+  ASSERT_TRUE(Eventually([&] { return late.UsedBytes() > 0; }));
   v1::EndUpdate end;
   end.set_model("models/m");
   end.set_update_id("u");
   late.mover().EndUpdate(end);
-  EXPECT_TRUE(Eventually([&] { return UsedBytes(late) == 0; }));
+  EXPECT_TRUE(Eventually([&] { return late.UsedBytes() == 0; }));
   update.ExpectWorkersEqual(model);
 }
 
@@ -281,9 +267,9 @@ TEST(Fetch, OneThatIsEndingDoesNotDropTheRoomOfTheNext) {
   }
   ASSERT_FALSE(missing.empty());
   // Its holder never comes; told to move, it ends some time after its end.
-  const int64_t before = UsedBytes(b);
+  const int64_t before = b.UsedBytes();
   b.mover().PrepareUpdate(update.FetchCommand(&c, &b, missing));
-  ASSERT_TRUE(Eventually([&] { return UsedBytes(b) > before; }));
+  ASSERT_TRUE(Eventually([&] { return b.UsedBytes() > before; }));
   b.mover().MoveUpdate(update.MoveCommand(&b));
   absl::SleepFor(absl::Milliseconds(200));
   v1::EndUpdate end;
@@ -325,7 +311,7 @@ TEST(Fetch, OneThatFailedWhilePinnedCanBeBegunAnew) {
   const std::vector<int32_t> buckets = AllBuckets(b, define);
   // Its holder never comes.
   late.mover().PrepareUpdate(update.FetchCommand(&b, &late, buckets));
-  ASSERT_TRUE(Eventually([&] { return UsedBytes(late) > 0; }));
+  ASSERT_TRUE(Eventually([&] { return late.UsedBytes() > 0; }));
   v1::PinUpdate pin;
   pin.set_model("models/m");
   pin.set_update_id("u");
@@ -402,13 +388,13 @@ TEST(Pins, APinnedUpdateOutlivesNewerOnesAndADroppedOneGoes) {
   }
   EXPECT_TRUE(Eventually([&] { return !holds("u2"); }));
   EXPECT_TRUE(holds("u1"));
-  const int64_t before = UsedBytes(b);
+  const int64_t before = b.UsedBytes();
   v1::DropUpdate drop;
   drop.set_model("models/m");
   drop.set_update_id("u1");
   b.mover().DropUpdate(drop);
   EXPECT_FALSE(holds("u1"));
-  EXPECT_LT(UsedBytes(b), before);
+  EXPECT_LT(b.UsedBytes(), before);
 }
 
 // ---- IN_PLACE ----
@@ -426,7 +412,7 @@ TEST(InPlace, NothingIsCopiedAtTheSourceAndTheRanksWaitForTheirRelease) {
     EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
   }
   // Two slots for a flow, of at most a bucket each.
-  EXPECT_LE(UsedBytes(a), 2 * (64 << 10) + 4096);
+  EXPECT_LE(a.UsedBytes(), 2 * (64 << 10) + 4096);
   update.Move();
   ASSERT_NO_FATAL_FAILURE(ranks.Collect(&a, &update));
   ranks.ExpectTensors(define, model);
@@ -440,7 +426,7 @@ TEST(InPlace, NothingIsCopiedAtTheSourceAndTheRanksWaitForTheirRelease) {
   for (const absl::Status& status : ranks.results) EXPECT_TRUE(status.ok());
   update.ExpectWorkersEqual(model);
   update.End(true);
-  EXPECT_TRUE(Eventually([&] { return UsedBytes(a) == 0; }));
+  EXPECT_TRUE(Eventually([&] { return a.UsedBytes() == 0; }));
 }
 
 TEST(InPlace, OnANodeWithItsOwnWorkersTheStoreIsFilled) {
@@ -545,7 +531,7 @@ TEST(Stream, BucketsGoFromSlotsIntoLiveMemory) {
       EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
     }
     EXPECT_EQ(sink_b.begun(), 0) << "before MoveUpdate nobody is touched";
-    EXPECT_LE(UsedBytes(b), 2 * (64 << 10) + 4096);
+    EXPECT_LE(b.UsedBytes(), 2 * (64 << 10) + 4096);
     update.Move();
     if (ranks != nullptr) {
       ASSERT_NO_FATAL_FAILURE(ranks->Collect(&a, &update));
@@ -561,7 +547,7 @@ TEST(Stream, BucketsGoFromSlotsIntoLiveMemory) {
     ExpectBytes(define, model, 1, sink_c.live(1));
     update.End(true);
     for (TestNode* node : {&b, &c}) {
-      EXPECT_TRUE(Eventually([&] { return UsedBytes(*node) == 0; }));
+      EXPECT_TRUE(Eventually([&] { return node->UsedBytes() == 0; }));
       EXPECT_TRUE(node->store().HeldUpdates().empty());
     }
     EXPECT_EQ(sink_b.aborted(), 0);
@@ -646,7 +632,7 @@ TEST(Stream, AWorkerThatNeverTakesFailsTheMoveByNameAndTheAbortEndsIt) {
   EXPECT_EQ(a.WaitVerified().failure().reason(), "NO_PROGRESS");
   update.End(false);
   EXPECT_TRUE(Eventually([&] {
-    return sink_b.aborted() == 1 && UsedBytes(b) == 0 && UsedBytes(a) == 0;
+    return sink_b.aborted() == 1 && b.UsedBytes() == 0 && a.UsedBytes() == 0;
   }));
 }
 
@@ -686,49 +672,6 @@ TEST(Stream, AfterALostReceiverTheOthersGetTheRestFromTheSource) {
 }
 
 // ---- Equal bytes ----
-
-TEST(EqualBuckets, AreKeptOnceAndDoNotTravel) {
-  const v1::DefineLayout define = TwoReceivers();
-  const ModelBytes model(define, 13);
-  TestNode a("a"), b("b"), c("c");
-  const std::vector<TestNode*> nodes = {&a, &b, &c};
-  int64_t one = 0;
-  for (int version = 1; version <= 3; ++version) {
-    TestUpdate update(define, "u" + std::to_string(version), version, nodes);
-    update.Define();
-    // The snapshot is done before the move, as a small change of a large model.
-    update.Prepare();
-    for (TestNode* node : nodes) node->WaitPrepared();
-    ASSERT_TRUE(update.Snapshot(&a, model).ok());
-    update.Manifest();
-    update.Move();
-    for (TestNode* node : nodes) {
-      const auto verified = node->WaitVerified();
-      ASSERT_EQ(verified.failure().reason(), "");
-      if (node == &a) continue;
-      if (version == 1) {
-        EXPECT_GT(verified.received_bytes(), 1 << 18);
-      }
-      // That the second equals the first is only seen when it is here.
-      if (version == 3) {
-        EXPECT_EQ(verified.received_bytes(), 0);
-      }
-    }
-    update.ExpectWorkersEqual(model);
-    update.End(true);
-    for (TestNode* node : nodes) {
-      ASSERT_TRUE(Eventually([&] {
-        auto held = node->store().HeldUpdates();
-        return !held.empty() && held[0].version() == version;
-      }));
-    }
-    if (version == 1) one = UsedBytes(b);
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(b) == one; }))
-        << UsedBytes(b) << " after version " << version << ", one takes "
-        << one;
-    update.ExpectWorkersEqual(model);
-  }
-}
 
 }  // namespace
 }  // namespace daemon

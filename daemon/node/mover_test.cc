@@ -2,13 +2,19 @@
 
 #include "daemon/node/mover.h"
 
+#include <map>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 #include "transport/fault/fault_policy.h"
 
 namespace weightsync {
@@ -21,6 +27,7 @@ using testing::ModelBytes;
 using testing::RankMemory;
 using testing::TestNode;
 using testing::TestUpdate;
+using transport::Eventually;
 using transport::FaultRules;
 using transport::ReasonOf;
 
@@ -36,26 +43,41 @@ v1::DefineLayout ThreeNodes(int64_t scale = 4) {
       .Build();
 }
 
+// What is sent over each edge, "a->c", and let through: (bucket, frame).
+class SentFrames : public transport::FaultPolicy {
+ public:
+  explicit SentFrames(transport::FaultPolicy* rules = nullptr)
+      : rules_(rules) {}
+  absl::Status OnConnect(absl::string_view from,
+                         absl::string_view to) override {
+    return rules_ == nullptr ? absl::OkStatus() : rules_->OnConnect(from, to);
+  }
+  transport::FrameFault OnSend(absl::string_view from, absl::string_view to,
+                               uint64_t bucket, uint32_t frame) override {
+    transport::FrameFault fault;
+    if (rules_ != nullptr) fault = rules_->OnSend(from, to, bucket, frame);
+    if (fault.kind == transport::FrameFault::Kind::kNone) {
+      absl::MutexLock lock(&mutex_);
+      sent_[absl::StrCat(from, "->", to)].insert({bucket, frame});
+    }
+    return fault;
+  }
+  std::set<std::pair<uint64_t, uint32_t>> Over(const std::string& edge) {
+    absl::MutexLock lock(&mutex_);
+    return sent_[edge];
+  }
+
+ private:
+  transport::FaultPolicy* const rules_;
+  absl::Mutex mutex_;
+  std::map<std::string, std::set<std::pair<uint64_t, uint32_t>>> sent_
+      ABSL_GUARDED_BY(mutex_);
+};
+
 FaultRules::Rule Parse(const std::string& text) {
   auto rules = FaultRules::Parse(text);
   EXPECT_TRUE(rules.ok()) << rules.status();
   return (*rules)[0];
-}
-
-int64_t UsedBytes(TestNode& node) {
-  v1::MemoryUse use;
-  node.store().FillMemoryUse(&use);
-  return use.store_used_bytes();
-}
-
-// Until what ends in the background has ended.
-bool Eventually(const std::function<bool()>& condition) {
-  const absl::Time deadline = absl::Now() + kDeadline;
-  while (!condition()) {
-    if (absl::Now() > deadline) return false;
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-  return true;
 }
 
 TEST(Mover, EveryWorkerGetsExactlyTheTrainersBytes) {
@@ -209,7 +231,7 @@ TEST(Mover, AnUpdateOverTheBudgetIsRefusedAndDisturbsNobody) {
       << refused.failure().message();
   update.End(false);
   EXPECT_TRUE(
-      Eventually([&] { return UsedBytes(a) == 0 && UsedBytes(c) == 0; }));
+      Eventually([&] { return a.UsedBytes() == 0 && c.UsedBytes() == 0; }));
 
   const v1::DefineLayout fits = ModelBuilder("models/n")
                                     .SmallModel()
@@ -247,7 +269,7 @@ TEST(Mover, AbortInTheMiddleFreesEverything) {
   const absl::Time start = absl::Now();
   update.End(false);
   for (TestNode* node : {&a, &b, &c}) {
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(*node) == 0; }))
+    EXPECT_TRUE(Eventually([&] { return node->UsedBytes() == 0; }))
         << node->name();
   }
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
@@ -283,15 +305,18 @@ TEST(Mover, ARankThatDiesFailsItsSnapshot) {
       [](const v1::NodeReport& r) { return r.has_rank_snapshotted(); });
   EXPECT_EQ(report.rank_snapshotted().failure().reason(), "RANK_LOST");
   update.End(false);
-  EXPECT_TRUE(Eventually([&] { return UsedBytes(a) == 0; }));
+  EXPECT_TRUE(Eventually([&] { return a.UsedBytes() == 0; }));
 }
 
 // b is in the middle of the chain to c. It vanishes; c gets the rest on another
 // route, and what it had stays.
 TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
-  FaultRules faults({Parse("kind=cut edge=b->c after=5")});
-  TestNode::Options faulty;
-  faulty.faults = &faults;
+  constexpr int kLet = 40;
+  FaultRules faults({Parse(absl::StrCat("kind=cut edge=b->c after=", kLet))});
+  SentFrames of_a, of_b(&faults);
+  TestNode::Options counted, faulty;
+  counted.faults = &of_a;
+  faulty.faults = &of_b;
   const v1::DefineLayout define = ModelBuilder()
                                       .SmallModel(16)
                                       .FsdpRanks("a", 3)
@@ -299,7 +324,7 @@ TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
                                       .Worker("c")
                                       .Build();
   const ModelBytes model(define, 16);
-  TestNode a("a"), b("b", faulty), c("c");
+  TestNode a("a", counted), b("b", faulty), c("c");
   TestUpdate update(define, "u", 1, {&a, &b, &c});
   update.Define();
   update.Prepare();
@@ -338,6 +363,15 @@ TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
     EXPECT_EQ(verified.failure().reason(), "") << verified.ShortDebugString();
   }
   update.ExpectWorkersEqual(model);
+  // What c had got from b it did not ask a for. A frame that was on its way
+  // when the edge was cut may have been lost.
+  const auto had = of_b.Over("b->c");
+  const auto again = of_a.Over("a->c");
+  ASSERT_GE(had.size(), static_cast<size_t>(kLet));
+  size_t twice = 0;
+  for (const auto& frame : had) twice += again.count(frame);
+  EXPECT_LT(twice, had.size() / 2);
+  EXPECT_FALSE(again.empty());
   update.End(true);
 }
 
@@ -458,7 +492,7 @@ TEST(Mover, ADryRunMakesMemoryAndLeavesNoUpdate) {
     end.set_model(define.model());
     end.set_update_id("really-dry");
     node->mover().EndUpdate(end);
-    EXPECT_TRUE(Eventually([&] { return UsedBytes(*node) == 0; }));
+    EXPECT_TRUE(Eventually([&] { return node->UsedBytes() == 0; }));
     EXPECT_FALSE(node->store().ArenaIds().empty());
   }
 }
@@ -503,7 +537,7 @@ TEST(Mover, ShutdownEndsInTheMiddle) {
   const absl::Time start = absl::Now();
   for (TestNode* node : {&a, &b, &c}) node->mover().Shutdown();
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
-  for (TestNode* node : {&a, &b, &c}) EXPECT_EQ(UsedBytes(*node), 0);
+  for (TestNode* node : {&a, &b, &c}) EXPECT_EQ(node->UsedBytes(), 0);
   // Afterwards it says so.
   b.TakeReports();
   b.mover().PrepareUpdate(update.PrepareCommand(&b));

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "daemon/node/convert.h"
+#include "schedule/block_scale.h"
 #include "transport/copy.h"
 #include "transport/error.h"
 
@@ -34,7 +35,11 @@ absl::Status Resolve(const schedule::Param& param,
   auto box =
       BoxFromProto(shard.has_box(), shard.box(), param.shape, param.name);
   if (!box.ok()) return box.status();
-  const int64_t element_bytes = schedule::DTypeSize(param.dtype);
+  auto dtype = ShardDType(shard.dtype(), param, *box);
+  if (!dtype.ok()) return dtype.status();
+  out->dtype = *dtype;
+  out->cast = *schedule::CastBetween(*dtype, param.dtype);
+  const int64_t element_bytes = schedule::DTypeSize(*dtype);
   int64_t span = 0;
   auto strides = StridesFromProto(shard.strides(), box->extent, element_bytes,
                                   param.name, &span);
@@ -61,13 +66,60 @@ absl::Status Resolve(const schedule::Param& param,
   return absl::OkStatus();
 }
 
-const char* AddressOf(const SourceShard& shard, const schedule::Box& part,
-                      int64_t element_bytes) {
+// Of an element that the shard holds; `box`: of the shard.
+const char* AddressOf(const SourceShard& shard, const schedule::Box& box,
+                      const schedule::Dims& at) {
   int64_t elements = 0;
-  for (int d = 0; d < part.dims(); ++d) {
-    elements += (part.offset[d] - shard.box.offset[d]) * shard.strides[d];
+  for (int d = 0; d < box.dims(); ++d) {
+    elements += (at[d] - box.offset[d]) * shard.strides[d];
   }
-  return shard.data + elements * element_bytes;
+  return shard.data + elements * schedule::DTypeSize(shard.dtype);
+}
+
+transport::CopyCast CastOf(schedule::Cast cast) {
+  switch (cast) {
+    case schedule::Cast::kF32ToBF16:
+      return transport::CopyCast::kF32ToBF16;
+    case schedule::Cast::kF32ToF16:
+      return transport::CopyCast::kF32ToF16;
+    case schedule::Cast::kBF16ToF8E4M3:
+      return transport::CopyCast::kBF16ToF8E4M3;
+    case schedule::Cast::kBF16BlockScale:
+      return transport::CopyCast::kBF16BlockScale;
+    case schedule::Cast::kNone:
+      break;
+  }
+  return transport::CopyCast::kNone;
+}
+
+// The blocks of the shard (of the matrix, in `held`) that have elements of
+// rows and columns `begin` to `end`.
+transport::CopyBlocks BlocksOf(const SourceShard& shard,
+                               const schedule::Box& held,
+                               const schedule::Dims& begin,
+                               const schedule::Dims& end,
+                               int64_t matrix_columns) {
+  constexpr int64_t kBlock = schedule::kScaleBlock;
+  schedule::Dims first, extent;
+  for (int d = 0; d < 2; ++d) {
+    // The shard has all of them.
+    first.push_back(begin[d] / kBlock * kBlock);
+    extent.push_back(
+        std::min((end[d] + kBlock - 1) / kBlock * kBlock, held.end(d)) -
+        first[d]);
+  }
+  const int64_t size = schedule::DTypeSize(shard.dtype);
+  transport::CopyBlocks blocks;
+  blocks.src = AddressOf(shard, held, first);
+  // A stride of one element may be anything.
+  blocks.row_stride = extent[0] == 1 ? 0 : shard.strides[0] * size;
+  blocks.column_stride = extent[1] == 1 ? 0 : shard.strides[1] * size;
+  blocks.rows = extent[0];
+  blocks.columns = extent[1];
+  blocks.first_row = first[0];
+  blocks.first_column = first[1];
+  blocks.matrix_columns = matrix_columns;
+  return blocks;
 }
 
 schedule::Dims ElementStrides(const schedule::Box& box) {
@@ -84,10 +136,33 @@ transport::CopyTask PartCopy(const NodeLayout& layout,
   global.ordinal = piece.ordinal;
   global.shape = param.shape;
   global.offset = part.offset;
-  return transport::MakeBoxCopy(
+  if (shard.cast == schedule::Cast::kBF16BlockScale) {
+    // All of the blocks whose scales these are; the scales lie as if they were
+    // dense.
+    schedule::Dims begin, end;
+    for (int d = 0; d < 2; ++d) {
+      begin.push_back(part.offset[d] * schedule::kScaleBlock);
+      end.push_back(
+          std::min(part.end(d) * schedule::kScaleBlock, shard.of.end(d)));
+    }
+    const transport::CopyBlocks blocks =
+        BlocksOf(shard, shard.of, begin, end, shard.of_columns);
+    transport::CopyTask task = transport::MakeBoxCopy(
+        part.extent, static_cast<int32_t>(element_bytes), dst,
+        ElementStrides(piece.box), blocks.src, ElementStrides(part), global,
+        CastOf(shard.cast));
+    task.blocks = blocks;
+    return task;
+  }
+  transport::CopyTask task = transport::MakeBoxCopy(
       part.extent, static_cast<int32_t>(element_bytes), dst,
-      ElementStrides(piece.box), AddressOf(shard, part, element_bytes),
-      shard.strides, global);
+      ElementStrides(piece.box), AddressOf(shard, shard.box, part.offset),
+      shard.strides, global, CastOf(shard.cast));
+  if (shard.cast == schedule::Cast::kBF16ToF8E4M3) {
+    task.blocks = BlocksOf(shard, shard.box, part.offset,
+                           {part.end(0), part.end(1)}, param.shape[1]);
+  }
+  return task;
 }
 
 absl::Status NotHeld(const NodeLayout& layout, int32_t rank,
@@ -226,6 +301,24 @@ absl::StatusOr<std::vector<SourceShard>> ResolveShards(
     if (!status.ok()) return status;
     out.ordinal = *ordinal;
     resolved.push_back(std::move(out));
+  }
+  const size_t said = resolved.size();
+  for (size_t i = 0; i < said; ++i) {
+    if (resolved[i].cast != schedule::Cast::kBF16ToF8E4M3) continue;
+    SourceShard scales = resolved[i];
+    auto ordinal = schedule::ScaleOf(layout.catalog, scales.ordinal);
+    if (!ordinal.ok()) {
+      return MakeError(absl::StatusCode::kFailedPrecondition,
+                       "CATALOG_MISMATCH", ordinal.status().message());
+    }
+    scales.cast = schedule::Cast::kBF16BlockScale;
+    scales.of = scales.box;
+    scales.of_columns = layout.catalog.param(scales.ordinal).shape[1];
+    // Of whole blocks: ShardDType has looked.
+    scales.box =
+        *schedule::ScaleBoxOf(layout.catalog, scales.ordinal, resolved[i].box);
+    scales.ordinal = *ordinal;
+    resolved.push_back(std::move(scales));
   }
   return resolved;
 }

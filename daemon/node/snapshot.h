@@ -18,6 +18,7 @@
 #include "daemon/node/bucket_digest.h"
 #include "daemon/node/layouts.h"
 #include "schedule/box.h"
+#include "schedule/dtype.h"
 #include "transport/landing.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
@@ -35,6 +36,13 @@ struct SourceShard {
   const char* data = nullptr;
   // Distance between neighbours in each dimension, in elements.
   schedule::Dims strides;
+  // Of an element in memory, and what it becomes on its way into a bucket. One
+  // of kBF16BlockScale has the scales of the shard at `of`: their box is of
+  // their own parameter, `data` and `strides` are that shard's.
+  schedule::DType dtype = schedule::DType::kUnspecified;
+  schedule::Cast cast = schedule::Cast::kNone;
+  schedule::Box of;
+  int64_t of_columns = 0;  // of that shard's parameter, all of them
   // The memory may be truncated by its owner.
   bool guard = false;
 };
@@ -51,13 +59,14 @@ struct SourceRegion {
   std::string arena_id;
 };
 
-// What a rank registered, in the form that the snapshot reads. Shards of
+// What a rank registered, in the form that the snapshot reads, with the scales
+// of those that are cast in blocks behind. Shards of
 // parameters that `layout` does not have are an error: the layout was made for
 // another catalog.
 //   INVALID_ARGUMENT: MEMORY_OUT_OF_RANGE (some element lies outside its
 //   region), BOX_OUT_OF_RANGE, STRIDES_INVALID (elements of one box overlap, or
-//   a negative stride); FAILED_PRECONDITION: CATALOG_MISMATCH. Each names the
-//   parameter.
+//   a negative stride), DTYPE_UNKNOWN and DTYPE_MISMATCH of ShardDType;
+//   FAILED_PRECONDITION: CATALOG_MISMATCH. Each names the parameter.
 absl::StatusOr<std::vector<SourceShard>> ResolveShards(
     const NodeLayout& layout, const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);

@@ -1,10 +1,13 @@
 #include "daemon/node/snapshot.h"
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "daemon/node/bucket_digest.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
+#include "transport/cast_definition.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -167,6 +170,222 @@ TEST(Snapshot, ComposesAPieceOfSeveralShards) {
   Snapshot less(define, 0);
   EXPECT_EQ(ReasonOf(less.Take(0, source).status()), "SHARD_NOT_HELD");
   EXPECT_EQ(ReasonOf(less.landings[0]->status()), "SHARD_NOT_HELD");
+}
+
+// ---- Casts ----
+
+std::string TextOf(const void* data, size_t bytes) {
+  return std::string(static_cast<const char*>(data), bytes);
+}
+
+// A matrix that is F8_E4M3 in the catalog, with its scales and a vector, held
+// by two ranks as BF16, and F32 for the vector; and what must come of it.
+struct CastModel {
+  static constexpr int64_t kRows = 300, kColumns = 400;
+
+  CastModel() {
+    ModelBuilder builder;
+    define =
+        builder.BucketBytes(16 << 10)
+            .Parameter(MakeParameter("norm", v1::DTYPE_BF16, {77}))
+            .Parameter(MakeParameter("w", v1::DTYPE_F8_E4M3, {kRows, kColumns}))
+            .Parameter(MakeParameter("w_scale_inv", v1::DTYPE_F32, {3, 4}))
+            .FsdpRanks("a", 2)
+            .TensorParallelWorker("b", 0, 2)
+            .TensorParallelWorker("c", 1, 2)
+            .Build();
+    // Whole blocks; scales are nobody's.
+    for (int rank = 0; rank < 2; ++rank) {
+      v1::LayoutSource* source = define.mutable_sources(rank);
+      source->clear_shards();
+      v1::OrdinalBox* w = source->add_shards();
+      w->set_ordinal(1);
+      *w->mutable_box() = rank == 0
+                              ? testing::MakeBox({0, 0}, {256, kColumns})
+                              : testing::MakeBox({256, 0}, {44, kColumns});
+      w->set_dtype(v1::DTYPE_BF16);
+      if (rank == 1) {
+        v1::OrdinalBox* norm = source->add_shards();
+        norm->set_ordinal(0);
+        norm->set_dtype(v1::DTYPE_F32);
+      }
+    }
+    auto layout = ComputeNodeLayout(define, "");
+    EXPECT_TRUE(layout.ok()) << layout.status();
+    define.set_layout_id(layout->id);
+
+    for (int64_t i = 0; i < 77; ++i) {
+      masters.push_back(0.001f * static_cast<float>(i * i) - 1.3f);
+      const uint16_t cast =
+          transport::FloatToBF16(transport::FloatBits(masters.back()));
+      want[0] += TextOf(&cast, 2);
+    }
+    for (int64_t i = 0; i < kRows * kColumns; ++i) {
+      const float value = static_cast<float>(i * 7919 % 1000 - 500) *
+                          static_cast<float>(i / (40 * kColumns) + 1);
+      values.push_back(transport::FloatToBF16(transport::FloatBits(value)));
+    }
+    want[1].resize(static_cast<size_t>(kRows * kColumns));
+    for (int64_t block = 0; block < 12; ++block) {
+      const int64_t row0 = block / 4 * 128, column0 = block % 4 * 128;
+      const auto each = [&](auto fn) {
+        for (int64_t r = row0; r < std::min(kRows, row0 + 128); ++r)
+          for (int64_t c = column0; c < std::min(kColumns, column0 + 128); ++c)
+            fn(static_cast<size_t>(r * kColumns + c));
+      };
+      uint32_t largest = 0;
+      each([&](size_t i) {
+        largest = std::max(largest, (values[i] & 0x7fffu) << 16);
+      });
+      const float scale = transport::BlockScale(largest);
+      each([&](size_t i) {
+        want[1][i] = static_cast<char>(transport::BF16ToE4M3(values[i], scale));
+      });
+      want[2] += TextOf(&scale, 4);
+    }
+  }
+
+  // `turned`: columns of the matrix follow one another.
+  RankMemory Memory(int rank, bool turned) const {
+    RankMemory memory;
+    const int64_t first = rank == 0 ? 0 : 256;
+    const int64_t rows = rank == 0 ? 256 : 44;
+    if (turned) {
+      for (int64_t c = 0; c < kColumns; ++c)
+        for (int64_t r = 0; r < rows; ++r)
+          memory.bytes += TextOf(&values[(first + r) * kColumns + c], 2);
+    } else {
+      memory.bytes = TextOf(&values[first * kColumns], rows * kColumns * 2);
+    }
+    const v1::LayoutSource& source = define.sources(rank);
+    for (const v1::OrdinalBox& held : source.shards()) {
+      v1::TensorShard* shard = memory.shards.Add();
+      *shard->mutable_parameter() = define.catalog(held.ordinal());
+      if (held.has_box()) *shard->mutable_box() = held.box();
+      shard->set_dtype(held.dtype());
+      if (held.ordinal() == 1 && turned) {
+        shard->add_strides(1);
+        shard->add_strides(rows);
+      }
+      if (held.ordinal() == 0) {
+        shard->set_offset_bytes(static_cast<int64_t>(memory.bytes.size()));
+        memory.bytes += TextOf(masters.data(), 77 * 4);
+      }
+    }
+    return memory;
+  }
+
+  v1::DefineLayout define;
+  std::vector<float> masters;    // norm
+  std::vector<uint16_t> values;  // w
+  std::string want[3];
+};
+
+TEST(Snapshot, CastsOnTheWayAndDigestsWhatItMade) {
+  const CastModel model;
+  for (const bool turned : {false, true}) {
+    TensorDigests tensors;
+    for (int rank = 0; rank < 2; ++rank) {
+      Snapshot snapshot(model.define, rank);
+      const RankMemory source = model.Memory(rank, turned);
+      auto result = snapshot.Take(rank, source);
+      ASSERT_TRUE(result.ok()) << result.status();
+      for (size_t i = 0; i < snapshot.landings.size(); ++i) {
+        const Landing& landing = *snapshot.landings[i];
+        EXPECT_EQ(landing.bucket_digest(),
+                  snapshot.maps[i]->Of(0, snapshot.bytes[i]));
+        for (const schedule::Piece& piece :
+             snapshot.layout->plan.pieces(landing.bucket_id())) {
+          v1::Box box;
+          for (int d = 0; d < piece.box.dims(); ++d) {
+            box.add_offset(piece.box.offset[d]);
+            box.add_extent(piece.box.extent[d]);
+          }
+          const std::string expected =
+              BoxBytes(model.define.catalog(piece.ordinal),
+                       model.want[piece.ordinal], box);
+          EXPECT_TRUE(snapshot.bytes[i].compare(piece.offset, expected.size(),
+                                                expected) == 0)
+              << model.define.catalog(piece.ordinal).name() << " "
+              << schedule::BoxString(piece.box) << (turned ? " turned" : "");
+        }
+        // A second look finds the same (verify_source).
+        SourceRegion region;
+        region.data = source.bytes.data();
+        region.size_bytes = static_cast<int64_t>(source.bytes.size());
+        auto shards = ResolveShards(*snapshot.layout, {region}, source.shards);
+        ASSERT_TRUE(shards.ok());
+        auto again =
+            DigestSourceBucket(*snapshot.layout, rank, *shards,
+                               static_cast<int32_t>(landing.bucket_id()),
+                               &snapshot.memory, &tensors);
+        ASSERT_TRUE(again.ok()) << again.status();
+        EXPECT_EQ(*again, landing.bucket_digest());
+      }
+      for (const auto& tensor : result->tensors)
+        tensors[tensor.first] -= tensor.second;
+    }
+    // Both looks added up to the same, tensor by tensor.
+    for (const auto& tensor : tensors)
+      EXPECT_EQ(tensor.second, transport::Digest()) << tensor.first;
+    EXPECT_EQ(tensors.size(), 3u);
+  }
+}
+
+TEST(Snapshot, ACastThatTheMemoryIsTooSmallForIsRefused) {
+  const CastModel model;
+  Snapshot snapshot(model.define, 1);
+  RankMemory source = model.Memory(1, false);
+  source.bytes.pop_back();
+  EXPECT_EQ(ReasonOf(snapshot.Take(1, source).status()), "MEMORY_OUT_OF_RANGE");
+  source = model.Memory(1, false);
+  // 77 halves would fit.
+  source.shards.Mutable(1)->set_offset_bytes(
+      static_cast<int64_t>(source.bytes.size()) - 77 * 2);
+  EXPECT_EQ(ReasonOf(snapshot.Take(1, source).status()), "MEMORY_OUT_OF_RANGE");
+}
+
+TEST(CheckShardMemory, NamesWhatCannotBeCast) {
+  std::string bytes(1 << 20, '\0');
+  SourceRegion region;
+  region.data = bytes.data();
+  region.size_bytes = 1 << 20;
+  const auto check = [&](v1::DType parameter, v1::DType stored,
+                         const std::vector<int64_t>& shape,
+                         const std::vector<int64_t>& extent) {
+    google::protobuf::RepeatedPtrField<v1::TensorShard> shards;
+    v1::TensorShard* shard = shards.Add();
+    *shard->mutable_parameter() = MakeParameter("layer.w", parameter, shape);
+    *shard->mutable_box() =
+        testing::MakeBox(std::vector<int64_t>(extent.size(), 0), extent);
+    shard->set_dtype(stored);
+    return CheckShardMemory({region}, shards);
+  };
+  const auto mismatch = [&](const absl::Status& status,
+                            std::vector<std::string> words) {
+    EXPECT_EQ(ReasonOf(status), "DTYPE_MISMATCH") << status;
+    words.push_back("layer.w");
+    for (const std::string& word : words) {
+      EXPECT_NE(status.message().find(word), absl::string_view::npos)
+          << word << " in " << status;
+    }
+  };
+  const std::vector<int64_t> matrix = {300, 200};
+  EXPECT_TRUE(check(v1::DTYPE_BF16, v1::DTYPE_F32, matrix, matrix).ok());
+  EXPECT_TRUE(check(v1::DTYPE_BF16, v1::DTYPE_BF16, matrix, matrix).ok());
+  EXPECT_TRUE(
+      check(v1::DTYPE_F8_E4M3, v1::DTYPE_BF16, matrix, {128, 200}).ok());
+  mismatch(check(v1::DTYPE_BF16, v1::DTYPE_F16, matrix, matrix),
+           {"F16", "BF16", "cast it in the trainer"});
+  mismatch(check(v1::DTYPE_F8_E4M3, v1::DTYPE_F32, matrix, matrix),
+           {"F32", "F8_E4M3", "BF16 to F8_E4M3"});
+  mismatch(check(v1::DTYPE_F8_E4M3, v1::DTYPE_BF16, matrix, {100, 200}),
+           {"BF16", "F8_E4M3", "128", "multiples"});
+  mismatch(check(v1::DTYPE_F8_E4M3, v1::DTYPE_BF16, {300}, {300}),
+           {"BF16", "F8_E4M3", "only matrices"});
+  EXPECT_EQ(ReasonOf(check(v1::DTYPE_BF16, static_cast<v1::DType>(99), matrix,
+                           matrix)),
+            "DTYPE_UNKNOWN");
 }
 
 TEST(Snapshot, MemoryOutsideItsRegionIsRefused) {

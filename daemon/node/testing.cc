@@ -214,6 +214,12 @@ WantedTensors WantedBy(const v1::DefineLayout& define, int index) {
 
 // ---- TestNode ----
 
+int64_t TestNode::UsedBytes() const {
+  v1::MemoryUse use;
+  store_->FillMemoryUse(&use);
+  return use.store_used_bytes();
+}
+
 TestNode::TestNode(std::string name, Options options)
     : name_(std::move(name)),
       pool_(2),

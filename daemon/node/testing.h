@@ -87,6 +87,8 @@ class ModelBytes {
  public:
   ModelBytes(const v1::DefineLayout& define, uint64_t seed);
   const std::string& tensor(int ordinal) const { return tensors_[ordinal]; }
+  // Makes another version of it: one byte is different.
+  void Change(int ordinal, size_t byte) { tensors_[ordinal].at(byte) ^= 1; }
 
  private:
   std::vector<std::string> tensors_;
@@ -125,6 +127,8 @@ class TestNode : public Store::Observer {
   const std::string& name() const { return name_; }
   LayoutBook& layouts() { return layouts_; }
   Store& store() { return *store_; }
+  // Of the store.
+  int64_t UsedBytes() const;
   Mover& mover() { return *mover_; }
   Checkpoints& checkpoints() { return *checkpoints_; }
   transport::HostMemory& memory() { return memory_; }

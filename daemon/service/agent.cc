@@ -22,16 +22,6 @@ namespace {
 // A model whose last client has left keeps its place in the store for so long.
 constexpr absl::Duration kStoreLinger = absl::Minutes(10);
 
-Mover::Options MoverOptions(const Options& options,
-                            std::function<void(v1::NodeReport)> report) {
-  Mover::Options mover;
-  mover.node = options.node;
-  mover.report = std::move(report);
-  mover.progress_timeout = options.deadlines.progress;
-  mover.prepare_timeout = options.deadlines.prepare;
-  return mover;
-}
-
 Checkpoints::Options CheckpointOptions(
     const Options& options, std::function<void(v1::NodeReport)> report) {
   Checkpoints::Options checkpoints;
@@ -84,6 +74,17 @@ int64_t ResidentBytes() {
 }
 
 }  // namespace
+
+Mover::Options MoverOptions(const Options& options,
+                            std::function<void(v1::NodeReport)> report) {
+  Mover::Options mover;
+  mover.node = options.node;
+  mover.report = std::move(report);
+  mover.progress_timeout = options.deadlines.progress;
+  mover.prepare_timeout = options.deadlines.prepare;
+  mover.peer_deadline = options.deadlines.peer;
+  return mover;
+}
 
 Agent::Agent(const Options& options, Parts parts)
     : options_(options),
@@ -202,11 +203,16 @@ v1::NodeHeartbeat Agent::MakeHeartbeat() {
   return heartbeat;
 }
 
-absl::StatusOr<v1::MemoryUse> Agent::AskMemory(absl::Duration timeout) {
-  auto memory = std::make_shared<v1::MemoryUse>();
-  switch (asker_.Ask([this, memory] { *memory = MemoryUse(); }, timeout)) {
+absl::StatusOr<NodeFigures> Agent::AskFigures(absl::Duration timeout) {
+  auto figures = std::make_shared<NodeFigures>();
+  const auto look = [this, figures] {
+    figures->memory = MemoryUse();
+    figures->coordinator_silence = absl::Now() - link_.heard();
+    figures->replica_alarms = replicas_.alarms();
+  };
+  switch (asker_.Ask(look, timeout)) {
     case Asker::Outcome::kDone:
-      return std::move(*memory);
+      return std::move(*figures);
     case Asker::Outcome::kEnding:
       return ShuttingDown();
     case Asker::Outcome::kLate:

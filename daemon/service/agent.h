@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "daemon/http/metrics.h"
 #include "daemon/node/checkpoints.h"
 #include "daemon/node/device_copies.h"
 #include "daemon/node/layouts.h"
@@ -40,6 +41,10 @@
 
 namespace weightsync {
 namespace daemon {
+
+// How bytes move, by the daemon's flags.
+Mover::Options MoverOptions(const Options& options,
+                            std::function<void(v1::NodeReport)> report);
 
 class Agent final : public NodeLink::Handler, public Store::Observer {
  public:
@@ -82,10 +87,10 @@ class Agent final : public NodeLink::Handler, public Store::Observer {
   // When no stream is left. Idempotent.
   void StopLoops();
 
-  // What GetNode shows of its memory, now. From any other thread than the
-  // loop's. UNAVAILABLE (NODE_BUSY): the loop has not come to it in `timeout`;
-  // (SHUTTING_DOWN): nor when EndAsking's time had come.
-  absl::StatusOr<v1::MemoryUse> AskMemory(absl::Duration timeout);
+  // How it is, now. From any other thread than the loop's. UNAVAILABLE
+  // (NODE_BUSY): the loop has not come to it in `timeout`; (SHUTTING_DOWN): nor
+  // when EndAsking's time had come.
+  absl::StatusOr<NodeFigures> AskFigures(absl::Duration timeout);
   // Whoever asks is not waited for longer.
   void EndAsking(absl::Time deadline) { asker_.EndBy(deadline); }
 

@@ -23,9 +23,9 @@ constexpr absl::Duration kTick = absl::Milliseconds(100);
 
 absl::StatusOr<std::unique_ptr<CoordinatorLoop>> CoordinatorLoop::Start(
     CoordinatorOptions options, const std::string& state_dir,
-    FaultPoint fault_point) {
+    FaultPoint fault_point, JournalFiles* files) {
   absl::StatusOr<std::unique_ptr<Journal>> journal =
-      Journal::Open(state_dir, absl::Now(), options.request_ttl);
+      Journal::Open(state_dir, absl::Now(), options.request_ttl, files);
   if (!journal.ok()) return journal.status();
   auto loop = absl::WrapUnique(new CoordinatorLoop(
       std::move(options), *std::move(journal), std::move(fault_point)));

@@ -48,10 +48,12 @@ class CoordinatorLoop {
   using WatcherId = uint64_t;
 
   // Opens the journal in `state_dir`, which must exist, and takes the next
-  // term. Errors of Journal::Open.
+  // term. Errors of Journal::Open. `files` outlives it; null: the machine's own
+  // file system. A record that cannot be written ends the process, before
+  // anybody is told of it.
   static absl::StatusOr<std::unique_ptr<CoordinatorLoop>> Start(
       CoordinatorOptions options, const std::string& state_dir,
-      FaultPoint fault_point = nullptr);
+      FaultPoint fault_point = nullptr, JournalFiles* files = nullptr);
   // As Stop.
   ~CoordinatorLoop();
   CoordinatorLoop(const CoordinatorLoop&) = delete;

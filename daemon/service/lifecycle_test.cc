@@ -1,12 +1,18 @@
 // Daemons come, go, and come back.
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <filesystem>
 
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_split.h"
+#include "daemon/service/agent.h"
 #include "daemon/service/cluster_fixture.h"
 #include "grpcpp/generic/generic_stub.h"
 
@@ -59,6 +65,43 @@ class LifecycleTest : public ClusterTest {
     daemons_[node] = *std::move(daemon);
   }
 };
+
+// --handshake_timeout, which is 5 s otherwise.
+TEST_F(LifecycleTest, AStrangerAtTheDataPortIsSentAwayInTime) {
+  StartNode("a", [](Options* options) {
+    options->deadlines.handshake = absl::Milliseconds(200);
+  });
+  const std::vector<std::string> address =
+      absl::StrSplit(daemons_["a"]->addresses().data_address, ':');
+  int port = 0;
+  ASSERT_EQ(address.size(), 2u);
+  ASSERT_TRUE(absl::SimpleAtoi(address[1], &port));
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const timeval patience = {4, 0};
+  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  sockaddr_in to = {};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(static_cast<uint16_t>(port));
+  inet_pton(AF_INET, address[0].c_str(), &to.sin_addr);
+  ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)), 0);
+  char byte;
+  const ssize_t got = recv(fd, &byte, 1, 0);
+  const int error = errno;
+  close(fd);
+  // Ended by the daemon, one way or the other, and not by our patience.
+  EXPECT_TRUE(got == 0 || (got < 0 && error == ECONNRESET)) << got << error;
+}
+
+TEST(MoverOptionsTest, DeadlinesOfMovingBytesAreTheFlags) {
+  Options options;
+  options.deadlines.peer = absl::Seconds(3);
+  options.deadlines.progress = absl::Seconds(4);
+  options.deadlines.prepare = absl::Seconds(6);
+  const Mover::Options mover = MoverOptions(options, nullptr);
+  EXPECT_EQ(mover.peer_deadline, absl::Seconds(3));
+  EXPECT_EQ(mover.progress_timeout, absl::Seconds(4));
+  EXPECT_EQ(mover.prepare_timeout, absl::Seconds(6));
+}
 
 TEST_F(LifecycleTest, ShutdownTellsEverybodyAndLeavesNothing) {
   StartNode("a");

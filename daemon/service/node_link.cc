@@ -16,6 +16,7 @@ NodeLink::NodeLink(Options options, Loop* loop, Handler* handler)
     : options_(std::move(options)),
       loop_(loop),
       handler_(handler),
+      heard_(absl::Now()),
       heartbeat_interval_(options_.heartbeat_interval),
       heartbeat_timeout_(options_.heartbeat_timeout),
       backoff_(options_.first_backoff),
@@ -89,7 +90,7 @@ void NodeLink::Dial() {
 
 void NodeLink::OnMessage(uint64_t attempt, v1::NodeCommand command) {
   if (attempt != attempt_ || stream_ == nullptr) return;
-  last_heard_ = absl::Now();
+  last_heard_ = heard_ = absl::Now();
   ReachFaultPoint(options_.fault_point, "node:command:", command);
   switch (command.command_case()) {
     case v1::NodeCommand::kWelcome: {

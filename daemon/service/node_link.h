@@ -75,6 +75,8 @@ class NodeLink {
 
   // Whether the coordinator has welcomed us and knows what we hold.
   bool up() const { return up_; }
+  // When the coordinator last said something; until it has: when this was made.
+  absl::Time heard() const { return heard_; }
   // What calls are told while it is down: UNAVAILABLE
   // (COORDINATOR_UNREACHABLE), with the reason that the last attempt gave.
   absl::Status DownStatus() const;
@@ -107,6 +109,9 @@ class NodeLink {
   bool up_ = false;
   bool stopping_ = false;
   absl::Notification stopped_;
+  absl::Time heard_;
+  // The same for the lease of this stream: its dialling counts too, and time in
+  // which this process stood still does not.
   absl::Time last_heard_;
   absl::Time last_beat_;
   absl::Duration heartbeat_interval_;

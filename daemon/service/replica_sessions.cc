@@ -996,6 +996,7 @@ void ReplicaSessions::GiveUp(uint64_t worker, const absl::Status& why) {
 void ReplicaSessions::Announce() {
   away_since_ = absl::InfiniteFuture();
   for (const auto& entry : controls_) {
+    entry.second->alarmed = false;
     if (entry.second->named) Join(entry.second.get());
   }
   for (const auto& entry : workers_) {
@@ -1005,7 +1006,12 @@ void ReplicaSessions::Announce() {
 
 void ReplicaSessions::CoordinatorLost(absl::Time now) {
   if (now < away_since_) away_since_ = now;
-  for (const auto& control : controls_) control.second->alarmed = false;
+}
+
+int ReplicaSessions::alarms() const {
+  int alarms = 0;
+  for (const auto& control : controls_) alarms += control.second->alarmed;
+  return alarms;
 }
 
 std::vector<ReplicaSessions::Worker*> ReplicaSessions::WorkersOf(
@@ -1068,6 +1074,9 @@ void ReplicaSessions::Act(Control* control, AwayAction action) {
   const std::string name = ReplicaName(control->registration.model(),
                                        control->registration.replica());
   const std::string& update_id = control->offer.pause().update_id();
+  if (action != AwayAction::kNothing && action != AwayAction::kAlarm) {
+    control->alarmed = false;
+  }
   switch (action) {
     case AwayAction::kNothing:
       return;

@@ -78,6 +78,8 @@ class ReplicaSessions : private WorkerStreams::Host {
 
   // ---- While the coordinator is away: daemon/node/away.h ----
   void CoordinatorLost(absl::Time now);
+  // Replicas that have to stay paused until the coordinator is back.
+  int alarms() const;
 
   // ---- Time, and the end ----
   void CheckLeases(absl::Time now);
@@ -98,7 +100,7 @@ class ReplicaSessions : private WorkerStreams::Host {
     std::string own_command_id;
     // Paused by the node itself.
     bool isolation_hold = false;
-    // Said that it has to stay paused.
+    // Said that it has to stay paused, and nothing has ended that since.
     bool alarmed = false;
   };
 

@@ -30,14 +30,6 @@ int64_t Rows(const v1::Parameter& parameter) {
 
 }  // namespace
 
-bool Eventually(const std::function<bool()>& condition) {
-  for (const absl::Time end = absl::Now() + kDeadline; absl::Now() < end;) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  return false;
-}
-
 Options TestOptions(const std::string& directory, const std::string& node,
                     const std::string& coordinator_address) {
   Options options;

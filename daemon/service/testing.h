@@ -6,7 +6,6 @@
 #define WEIGHTSYNC_DAEMON_SERVICE_TESTING_H_
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -22,6 +21,7 @@
 #include "absl/types/optional.h"
 #include "daemon/daemon.h"
 #include "grpcpp/grpcpp.h"
+#include "transport/eventually.h"
 #include "transport/host/copy_pool.h"
 #include "transport/host/host_memory.h"
 #include "weightsync/v1/admin.grpc.pb.h"
@@ -35,9 +35,7 @@ namespace testing {
 // Long enough for a loaded machine; a test that works never waits for it.
 constexpr absl::Duration kDeadline = absl::Seconds(60);
 
-// Waits until `condition` holds; false at the deadline. For states that nothing
-// announces.
-bool Eventually(const std::function<bool()>& condition);
+using transport::Eventually;
 
 // Short deadlines for what shall time out are a test's own business; these are
 // long.

@@ -419,6 +419,7 @@ TrainerSessions::Resolve(const Session& session,
     v1::ShardBox* box = report.add_shards();
     box->set_parameter(added.first->second);
     if (shard.has_box()) *box->mutable_box() = shard.box();
+    box->set_dtype(shard.dtype());
   }
   return registration;
 }
@@ -469,10 +470,7 @@ void TrainerSessions::Register(
     return;
   }
   std::shared_ptr<Registration> registration = *std::move(resolved);
-  int64_t model_bytes = 0;
-  for (const v1::Parameter& parameter : registration->report.parameters()) {
-    model_bytes += ParameterBytes(parameter);
-  }
+  const int64_t model_bytes = ModelBytes(registration->shards);
   // Before anybody can want its buckets.
   Place(*session, registration.get());
   // Room first: once the coordinator has taken the shards, other ranks count on

@@ -9,8 +9,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "daemon/node/convert.h"
 #include "daemon/options.h"
 #include "proto/status.h"
+#include "schedule/block_scale.h"
+#include "transport/error.h"
 
 namespace weightsync {
 namespace daemon {
@@ -147,6 +150,20 @@ int64_t ReachBytes(int element_bytes,
 const google::protobuf::RepeatedField<int64_t>& ExtentOf(
     const v1::TensorShard& shard) {
   return shard.has_box() ? shard.box().extent() : shard.parameter().shape();
+}
+
+// Of the scales of elements of `extent` alone: 0 where a shard has none.
+int64_t ScaleBytes(const v1::TensorShard& shard,
+                   const google::protobuf::RepeatedField<int64_t>& extent) {
+  if (shard.parameter().dtype() != v1::DTYPE_F8_E4M3 ||
+      shard.dtype() != v1::DTYPE_BF16) {
+    return 0;
+  }
+  int64_t bytes = BytesOf(v1::DTYPE_F32);
+  for (int64_t elements : extent) {
+    bytes *= (elements + schedule::kScaleBlock - 1) / schedule::kScaleBlock;
+  }
+  return bytes;
 }
 
 absl::Status CheckReplicaNames(absl::string_view model,
@@ -359,8 +376,17 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request) {
                                   request.regions_size()));
     }
     const int64_t size = request.regions(shard.region()).size_bytes();
-    const int64_t reach = ReachBytes(BytesOf(parameter.dtype()),
-                                     shard.strides(), ExtentOf(shard));
+    const schedule::Param param = ParamFromProto(parameter);
+    const auto held = ShardDType(
+        shard.dtype(), param,
+        *BoxFromProto(box != nullptr, shard.box(), param.shape, param.name));
+    if (!held.ok()) {
+      return Invalid(transport::ReasonOf(held.status()),
+                     held.status().message());
+    }
+    const int64_t reach =
+        ReachBytes(static_cast<int>(schedule::DTypeSize(*held)),
+                   shard.strides(), ExtentOf(shard));
     if (shard.offset_bytes() < 0 || reach < 0 || shard.offset_bytes() > size ||
         reach > size - shard.offset_bytes()) {
       return Invalid(
@@ -381,6 +407,20 @@ int64_t ShardBytes(const v1::RegisterShardsRequest& request) {
     int64_t shard_bytes = BytesOf(shard.parameter().dtype());
     for (int64_t extent : ExtentOf(shard)) shard_bytes *= extent;
     bytes += shard_bytes;
+  }
+  for (const v1::TensorShard& shard : request.shards())
+    bytes += ScaleBytes(shard, ExtentOf(shard));
+  return bytes;
+}
+
+int64_t ModelBytes(
+    const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards) {
+  int64_t bytes = 0;
+  absl::flat_hash_set<absl::string_view> seen;
+  for (const v1::TensorShard& shard : shards) {
+    const v1::Parameter& parameter = shard.parameter();
+    if (!seen.insert(parameter.name()).second) continue;
+    bytes += ParameterBytes(parameter) + ScaleBytes(shard, parameter.shape());
   }
   return bytes;
 }

@@ -58,12 +58,17 @@ absl::Status CheckWorker(const v1::RegisterWorker& registration);
 //   INVALID_ARGUMENT  DTYPE_UNKNOWN, SHAPE_INVALID, BOX_OUT_OF_RANGE,
 //   STRIDES_INVALID,
 //     DUPLICATE_NAME (one box of a parameter twice), CATALOG_MISMATCH (one name
-//     with two types or shapes), MEMORY_OUT_OF_RANGE (beyond the region, or no
+//     with two types or shapes), DTYPE_MISMATCH (as ShardDType of
+//     daemon/node/convert.h), MEMORY_OUT_OF_RANGE (beyond the region, or no
 //     such region), MEMORY_SIZE_INVALID.
 absl::Status CheckShards(const v1::RegisterShardsRequest& request);
 
-// Bytes of the elements of all shards. REQUIRES: CheckShards is OK.
+// Bytes that all shards are copied out as, with the scales that are made on the
+// way. REQUIRES: CheckShards is OK.
 int64_t ShardBytes(const v1::RegisterShardsRequest& request);
+// The same of all of the parameters that have a shard here.
+int64_t ModelBytes(
+    const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);
 
 //   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID,
 //     MAX_UNAVAILABLE_INVALID.

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "absl/strings/str_cat.h"
 #include "google/protobuf/text_format.h"
 #include "gtest/gtest.h"
 #include "proto/status.h"
@@ -83,6 +84,43 @@ TEST(ValidateTest, ShardsBeyondTheirRegion) {
   EXPECT_EQ(Shards("regions { size_bytes: 48 } shards { region: 1 "
                    "parameter { name: 'a' dtype: DTYPE_BF16 shape: [4, 6] } }"),
             "MEMORY_OUT_OF_RANGE");
+}
+
+TEST(ValidateTest, ShardsThatAreCast) {
+  const auto held = [](const std::string& as, int64_t bytes,
+                       const std::string& parameter) {
+    return absl::StrCat("regions { size_bytes: ", bytes,
+                        " } shards { dtype: ", as, " parameter { name: 'a' ",
+                        parameter, " } }");
+  };
+  const std::string bf16 = "dtype: DTYPE_BF16 shape: [4, 6]";
+  EXPECT_EQ(Shards(held("DTYPE_BF16", 48, bf16)), "");
+  // Of the bytes that lie there; what is sent is half of them.
+  const std::string masters = held("DTYPE_F32", 96, bf16);
+  EXPECT_EQ(Shards(masters), "");
+  EXPECT_EQ(ShardBytes(Parse<v1::RegisterShardsRequest>(masters)), 48);
+  EXPECT_EQ(Shards(held("DTYPE_F32", 95, bf16)), "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(Shards(held("DTYPE_F16", 96, bf16)), "DTYPE_MISMATCH");
+  EXPECT_EQ(Shards(held("55", 96, bf16)), "DTYPE_UNKNOWN");
+  // With scales of 3 x 2 blocks.
+  const std::string fp8 = "dtype: DTYPE_F8_E4M3 shape: [300, 200]";
+  const std::string blocks = held("DTYPE_BF16", 120000, fp8);
+  EXPECT_EQ(Shards(blocks), "");
+  EXPECT_EQ(ShardBytes(Parse<v1::RegisterShardsRequest>(blocks)), 60000 + 24);
+  // A rank that has a part of it.
+  const auto part = Parse<v1::RegisterShardsRequest>(
+      "shards { dtype: DTYPE_BF16 parameter { name: 'a' " + fp8 +
+      " } box { offset: [0, 0] extent: [128, 200] } }");
+  EXPECT_EQ(ShardBytes(part), 128 * 200 + 8);
+  EXPECT_EQ(ModelBytes(part.shards()), 60000 + 24);
+  EXPECT_EQ(Shards(held("DTYPE_BF16", 119999, fp8)), "MEMORY_OUT_OF_RANGE");
+  EXPECT_EQ(
+      Shards(held("DTYPE_BF16", 120000, "dtype: DTYPE_F8_E4M3 shape: [200]")),
+      "DTYPE_MISMATCH");
+  EXPECT_EQ(Shards("regions { size_bytes: 120000 } shards { dtype: DTYPE_BF16 "
+                   "parameter { name: 'a' " +
+                   fp8 + " } box { offset: [0, 64] extent: [300, 128] } }"),
+            "DTYPE_MISMATCH");
 }
 
 TEST(ValidateTest, ShapesAndTypes) {

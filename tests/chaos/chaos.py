@@ -122,6 +122,7 @@ class Run:
         self.checker = checkers.Checker()
         self.cluster.on_line = self._on_line
         self.cluster.on_commits = self.checker.commits
+        self.cluster.on_journal = self.checker.journal
         self.cluster.on_hit = self._on_hit
         self.state = StateOfUpdate()
         self.version = 0
@@ -148,6 +149,8 @@ class Run:
         # Of `recover`: violations, and when it began.
         self._found = []
         self._began = 0
+        # What was found, and why it was stuck, before the first trial: that trial's to tell.
+        self._at_start = [], ""
 
     def _machine(self):
         group = {"nccl": self.rng.choice(["nccl", "nccl", "auto"]), "tcp": "tcp"}[self.arguments.gpu]
@@ -216,7 +219,9 @@ class Run:
         cluster.add_engine("one", first, [first], paused, swap).start()
         cluster.add_engine("two", last, [last, last], paused, swap).start()
         cluster.add_engine("wide", first, [first, last], paused, swap).start()
-        return self.recover(60)[0]
+        ok = self.recover(60)[0]
+        self._at_start = self._found, "" if ok else f"a new cluster did not come up: {self.diagnose()}"
+        return ok
 
     def options(self):
         rng = self.rng
@@ -301,6 +306,7 @@ class Run:
 
     def trial(self, number, kind):
         trial = Trial(number, kind)
+        (trial.violations, trial.stuck), self._at_start = self._at_start, ([], "")
         cluster, rng, now = self.cluster, self.rng, self.cluster.now
         words = cluster.words = self.options()
         fault = EVERY_KIND[kind](cluster, rng)
@@ -388,9 +394,9 @@ class Run:
         if fault.may_lose_journal:
             self.mend = adopter.poll
         if fault.loses_journal and not self.cluster.run_until(adopter.poll, BOUND):
-            trial.stuck = f"JOURNAL_LOST was not shown, or not adopted: {self.diagnose()}"
+            trial.stuck = trial.stuck or f"JOURNAL_LOST was not shown, or not adopted: {self.diagnose()}"
         if not self.cluster.run_until(scenario.stands, BOUND):
-            trial.stuck = f"{scenario.describe()}: {scenario.last}; {self.diagnose()}"
+            trial.stuck = trial.stuck or f"{scenario.describe()}: {scenario.last}; {self.diagnose()}"
         if scenario.void:
             # A call that failed may have placed its hold before.
             self._take_back(trial)
@@ -520,7 +526,7 @@ def main(argv):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     namespaces = network.available()
     memory, why_no_memory = limits.memory() if namespaces else (None, "needs root")
-    kinds, left_out = faults.usable(namespaces, memory, namespaces)
+    kinds, left_out = faults.usable(namespaces, memory, limits.small_disks())
     if not namespaces:
         print("No root: process faults only, all daemons on this host.")
     for kind, why in left_out.items():
@@ -571,8 +577,7 @@ def main(argv):
                     *(arguments, cluster_number, work, found),
                     *(memory, net, calls),
                 )
-                if not run.start():
-                    print("     a new cluster did not come up", flush=True)
+                run.start()
             trial = run.trial(number, kind)
             trials.append(trial)
             print(
@@ -619,6 +624,7 @@ def main(argv):
     totals = {
         "seed": arguments.seed,
         "trials": len(trials),
+        "asked": len(cards) if arguments.cluster is None else len(trials),
         "mixed": sum(bool(trial.violations) for trial in trials),
         "stuck": sum(bool(trial.stuck) for trial in trials),
         "never_hit": never,

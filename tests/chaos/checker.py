@@ -11,6 +11,9 @@ drained, does not come to it. When operators asked and were answered, the run sa
 """
 
 import collections
+import time
+
+from tests.chaos import journal
 
 MIXED = "MIXED"  # bytes of no update, or of several
 UNCOMMITTED = "UNCOMMITTED"  # of an update that nobody committed
@@ -19,6 +22,7 @@ MISLABELED = "MISLABELED"  # the engine was told another update than its memory 
 WROTE_WHILE_SERVING = "WROTE_WHILE_SERVING"  # live memory was written under a running engine
 HELD = "HELD"  # the engine ran while an operator held its pause
 KEPT_BACK = "KEPT_BACK"  # an update that a rollback's hold or a drained node keeps from it
+UNDONE = "UNDONE"  # a commit that was in the journal, and an abort of the same update after it
 EARLY = "EARLY"  # somebody acted on a commit before it was in the journal
 
 Violation = collections.namedtuple("Violation", "kind who t detail")
@@ -52,6 +56,9 @@ class Checker:
         # content -> journal.Commit
         self.committed = {}
         self._commit_of_update = {}
+        # Of the first coordinator's journal: the last adoption, the updates that it has ever committed
+        # since, and those whose commit was found undone.
+        self._adopted, self._decided, self._undone = None, set(), set()
         # update -> when the coordinator began to write the commit
         self._committing = {}
         # Updates that go straight into live memory, before the commit (STREAM).
@@ -92,6 +99,26 @@ class Checker:
         for commit in commits:
             self.committed[commit.step] = commit
             self._commit_of_update[commit.update] = commit
+
+    def journal(self, records):
+        """What the first coordinator's holds, in order; may be called again and again. What another one
+        decides is fenced; what a lost one decided is what the nodes make of it when they are adopted."""
+        adopted = None
+        for at, record in enumerate(records):
+            if isinstance(record, journal.Adopted):
+                adopted, since = record, at + 1
+        if adopted is not None:
+            records = records[since:]
+        if adopted != self._adopted and adopted is not None:
+            self._adopted, self._decided = adopted, set()
+        for record in records:
+            if isinstance(record, journal.Commit):
+                # Remembered, though the file may lose it.
+                self._decided.add(record.update)
+            elif record.update in self._decided - self._undone:
+                self._undone.add(record.update)
+                line = {"who": "n0", "t": time.monotonic_ns()}
+                self._report(UNDONE, line, f"update {record.update} was committed, and then aborted")
 
     # ---- what operators asked for ----
 

@@ -477,12 +477,18 @@ class Cluster:
     def read_journal(self):
         for state in [self.state_dir(0), *self.other_states]:
             try:
-                self.on_commits(journal.read(f"{state}/coordinator.journal"))
+                records = journal.read_all(f"{state}/coordinator.journal")
             except ValueError:
-                pass  # the disk was full when it was made
+                continue  # the disk was full when it was made
+            self.on_commits(journal.commits(records))
+            if state == self.state_dir(0):
+                self.on_journal(records)
 
     def on_commits(self, commits):
         pass
+
+    def on_journal(self, records):
+        """What the first coordinator's journal holds now, in order."""
 
     # ---- the end ----
 

@@ -16,9 +16,12 @@ from tests.chaos.cluster import COORDINATOR_PORT
 COORDINATOR_POINTS = {
     "coordinator:journal:update_opened": 1,
     "coordinator:journalled:update_opened": 1,
+    "coordinator:journal:layout_defined": 1,
+    "coordinator:journalled:layout_defined": 1,
     "coordinator:command:prepare_update": 3,
     "coordinator:command:move_update": 3,
     "coordinator:command:update_manifest": 3,
+    "coordinator:command:release_sources": 2,
     "coordinator:command:pause_replica": 4,
     "coordinator:journal:update_committed": 1,
     "coordinator:journalled:update_committed": 1,
@@ -37,6 +40,10 @@ STREAM_POINTS = {
 OPERATOR_POINTS = {
     "coordinator:journal:hold_placed": 1,
     "coordinator:journalled:hold_placed": 1,
+    "coordinator:journal:hold_released": 1,
+    "coordinator:journalled:hold_released": 1,
+    "coordinator:journal:node_drained": 1,
+    "coordinator:journalled:node_drained": 1,
     "coordinator:command:pin_update": 2,
     "coordinator:command:pause_replica": 3,
     "coordinator:command:apply_worker": 3,
@@ -48,6 +55,8 @@ SOURCE_POINTS = {
     "node:report:rank_snapshotted": 2,
     "node:report:update_prepared": 1,
     "node:command:move_update": 1,
+    "node:command:release_sources": 1,
+    "node:command:end_update": 1,
     "node:connect": 1,
     "node:frame": 10,
 }
@@ -55,6 +64,7 @@ RECEIVER_POINTS = {
     "node:command:prepare_update": 1,
     "node:report:update_prepared": 1,
     "node:command:move_update": 1,
+    "node:command:update_manifest": 1,
     "node:report:update_verified": 1,
     "node:command:pause_replica": 2,
     "node:report:replica_paused": 2,
@@ -151,7 +161,8 @@ def targets(cluster, rng, role):
     if role == "source":
         return cluster.daemons[cluster.source]
     if role == "receiver":
-        return cluster.daemons[rng.choice(cluster.receivers)]
+        joined = [node for node in [cluster.joining_node] if node in cluster.daemons]
+        return cluster.daemons[rng.choice(cluster.receivers + joined)]
     if role == "trainer":
         return rng.choice(cluster.ranks)
     engine = rng.choice(list(cluster.engines.values()))
@@ -595,7 +606,7 @@ def usable(network, memory, disks):
         elif kind is MemoryLimit and not memory:
             left_out[name] = "no control group with a memory limit can be made here"
         elif kind is DiskFull and not disks:
-            left_out[name] = "small file systems need root"
+            left_out[name] = "no small file system can be mounted here"
         else:
             kinds[name] = kind
     return kinds, left_out

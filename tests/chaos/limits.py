@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 import time
 
 
@@ -77,6 +78,15 @@ def mount_small_disk(path, size="1m"):
         ).returncode
         == 0
     )
+
+
+def small_disks():
+    """Whether they can be made: without one nobody's disk may be filled."""
+    with tempfile.TemporaryDirectory(prefix="wsprobe.") as path:
+        there = mount_small_disk(path)
+        if there:
+            unmount(path)
+        return there
 
 
 def unmount(path):

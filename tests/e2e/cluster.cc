@@ -236,7 +236,7 @@ TestTrainer::TestTrainer(Cluster* cluster,
   const int ranks = static_cast<int>(nodes.size());
   for (int i = 0; i < ranks; ++i) {
     client::TrainerOptions options;
-    options.address = cluster->address(nodes[i]);
+    options.address = addresses[i];
     options.model = "test";
     options.rank = i;
     options.world_size = ranks;
@@ -305,12 +305,29 @@ TestReplica::TestReplica(Cluster* cluster, const std::string& node,
     : TestReplica(cluster, std::vector<std::string>(workers, node), name,
                   swap) {}
 
+namespace {
+
+std::vector<std::string> AddressesOf(const Cluster& cluster,
+                                     const std::vector<std::string>& nodes) {
+  std::vector<std::string> addresses;
+  for (const std::string& node : nodes) {
+    addresses.push_back(cluster.address(node));
+  }
+  return addresses;
+}
+
+}  // namespace
+
 TestReplica::TestReplica(Cluster* cluster,
                          const std::vector<std::string>& nodes,
                          const std::string& name, bool swap)
-    : memory_(nodes.size()) {
+    : TestReplica(AddressesOf(*cluster, nodes), name, swap) {}
+
+TestReplica::TestReplica(const std::vector<std::string>& addresses,
+                         const std::string& name, bool swap)
+    : memory_(addresses.size()) {
   const std::string incarnation = client::RandomId();
-  const int workers = static_cast<int>(nodes.size());
+  const int workers = static_cast<int>(addresses.size());
   for (int i = 0; i < workers; ++i) {
     Memory* memory = &memory_[i];
     std::vector<client::Tensor> tensors = Rows(i, workers);
@@ -345,7 +362,7 @@ TestReplica::TestReplica(Cluster* cluster,
     workers_.push_back(*std::move(worker));
   }
   client::ReplicaOptions options;
-  options.address = cluster->address(nodes[0]);
+  options.address = addresses[0];
   options.model = "test";
   options.replica = name;
   options.incarnation = incarnation;

@@ -124,6 +124,9 @@ class TestReplica {
   // A worker on each of the nodes, the engine on the first.
   TestReplica(Cluster* cluster, const std::vector<std::string>& nodes,
               const std::string& name, bool swap = false);
+  // The same by the addresses of their daemons, for another process.
+  TestReplica(const std::vector<std::string>& addresses,
+              const std::string& name, bool swap = false);
   ~TestReplica();
 
   // Waits until it serves memory that is all `value`.

@@ -50,6 +50,27 @@ class FailureTest : public ::testing::Test {
     }
   }
 
+  // On c, in a process of its own.
+  std::unique_ptr<Process> StartEngine(const std::string& replica,
+                                       int workers) {
+    return cluster_.Start(
+        replica, {"tests/e2e/test_engine", cluster_.address("c"), replica,
+                  std::to_string(workers)});
+  }
+
+  // Until the replica serves the newest version.
+  bool WaitHas(const std::string& name) {
+    return WaitUntil(
+        [&] {
+          const auto version = cluster_.GetVersion("latest");
+          const auto replica = cluster_.GetReplica(name);
+          return version.ok() && replica.ok() &&
+                 replica->state() == v1::Replica::STATE_SERVING &&
+                 replica->update_id() == version->update_id();
+        },
+        kPatience);
+  }
+
   Cluster cluster_;
   std::unique_ptr<TestReplica> b_;
   std::unique_ptr<TestReplica> c_;
@@ -91,14 +112,28 @@ TEST_F(FailureTest, TheCoordinatorIsKilledAndComesBack) {
   EXPECT_GE(version->version(), 2) << "the floor was kept";
 }
 
-TEST_F(FailureTest, AWorkerProcessIsKilledBetweenUpdates) {
+TEST_F(FailureTest, AnEngineProcessIsKilledBetweenUpdates) {
+  std::unique_ptr<Process> process = StartEngine("victim", /*workers=*/2);
+  ASSERT_TRUE(cluster_.WaitReplicaState("victim", v1::Replica::STATE_SERVING));
+  process->Signal(SIGKILL);
+  ASSERT_EQ(process->Wait(kPatience), 128 + SIGKILL);
+  ASSERT_TRUE(cluster_.WaitReplicaState("victim", v1::Replica::STATE_LOST));
+  Succeed(2);
+  // Its successor is given that, and takes part in the next one.
+  process = StartEngine("victim", /*workers=*/2);
+  ASSERT_TRUE(cluster_.WaitReplicaState("victim", v1::Replica::STATE_SERVING));
+  EXPECT_TRUE(WaitHas("victim"));
+  Succeed(3);
+  EXPECT_TRUE(WaitHas("victim"));
+}
+
+TEST_F(FailureTest, AReplicaClosesBetweenUpdates) {
   c_ = nullptr;
   ASSERT_TRUE(WaitUntil([&] {
     const auto replica = cluster_.GetReplica("rc");
     return !replica.ok() || replica->state() == v1::Replica::STATE_LOST;
   }));
   Succeed(2, /*on_c=*/false);
-  // Its successor has what it came with, and takes part in the next one.
   c_ = std::make_unique<TestReplica>(&cluster_, "c", "rc");
   ASSERT_TRUE(cluster_.WaitReplicaState("rc", v1::Replica::STATE_SERVING));
   Succeed(3);
@@ -157,13 +192,13 @@ TEST_F(FailureTest, AnEngineProcessIsKilledDuringUpdates) {
   // something, at another moment each time.
   for (int i = 0; i < 5; ++i) {
     const std::string replica = "victim" + std::to_string(i);
-    TestReplica other(&cluster_, "c", replica);
+    const std::unique_ptr<Process> process = StartEngine(replica, 1);
     ASSERT_TRUE(cluster_.WaitReplicaState(replica, v1::Replica::STATE_SERVING));
     const auto published = trainer_->PublishOnly(static_cast<char>(10 + i));
     ASSERT_TRUE(published.ok()) << published.status();
     absl::SleepFor(absl::Milliseconds(3 * i));
-    other.replica()->Close();
-    for (int w = 0; w < 1; ++w) other.worker(w)->Close();
+    process->Signal(SIGKILL);
+    ASSERT_EQ(process->Wait(kPatience), 128 + SIGKILL);
     const auto version = trainer_->Wait(*published);
     // All of the new one or all of the old one.
     const char value =

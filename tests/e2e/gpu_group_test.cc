@@ -5,27 +5,18 @@
 
 #include <cstdlib>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tests/e2e/cluster.h"
+#include "tests/e2e/gpu_uuid.h"
 #include "transport/cuda/sim_control.h"
 
 namespace weightsync {
 namespace e2e {
 namespace {
-
-// As the simulated machine has them (tests/gpu/sim/machine.cc).
-std::string UuidOf(int device) {
-  std::string text = "GPU-";
-  for (int i = 0; i < 16; ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    char hex[3];
-    snprintf(hex, sizeof(hex), "%02x", (0xa0 + 17 * i + device) & 0xff);
-    text += hex;
-  }
-  return text;
-}
 
 std::vector<std::string> Flags(int device) {
   return {"--group=nccl", "--device_uuid=" + UuidOf(device)};
@@ -50,6 +41,47 @@ TEST(GpuGroupTest, UpdatesGoOverNccl) {
   // It was NCCL that they went over.
   EXPECT_NE(cluster.process("b")->Log().find("bytes go over NCCL"),
             std::string::npos);
+}
+
+// BROADCAST is a chain of pairs, and each of them NCCL's.
+TEST(GpuGroupTest, ABroadcastIsAChainOverNccl) {
+  Cluster cluster;
+  for (const auto& [node, device] :
+       std::vector<std::pair<std::string, int>>{{"a", 0}, {"b", 1}, {"c", 2}}) {
+    ASSERT_TRUE(cluster.StartNode(node, Flags(device)));
+  }
+  TestTrainer trainer(&cluster, "a", 2);
+  TestReplica one(&cluster, "b", "one"), two(&cluster, "c", "two");
+  for (const char* replica : {"one", "two"}) {
+    ASSERT_TRUE(cluster.WaitReplicaState(replica, v1::Replica::STATE_SERVING));
+  }
+  v1::UpdateOptions options;
+  options.set_transfer_policy(v1::TRANSFER_POLICY_BROADCAST);
+  trainer.SetOptions(options);
+  for (const char value : {1, 2}) {
+    const auto version = trainer.Publish(value);
+    ASSERT_TRUE(version.ok()) << version.status();
+    EXPECT_EQ(version->transfer_policy(), v1::TRANSFER_POLICY_BROADCAST);
+    EXPECT_TRUE(one.WaitServes(value));
+    EXPECT_TRUE(two.WaitServes(value));
+  }
+  // A staging buffer at each end of each edge: two ends have one, and who
+  // stands between them two.
+  int edges = 0;
+  EXPECT_TRUE(WaitUntil([&] {
+    edges = 0;
+    for (const char* node : {"a", "b", "c"}) {
+      const auto found = cluster.GetNode(node);
+      if (!found.ok() || found->memory().gpus_size() != 1) return false;
+      edges +=
+          static_cast<int>(found->memory().gpus(0).nccl_bytes() / (16 << 20));
+    }
+    return edges == 4;
+  })) << edges;
+  for (const char* node : {"a", "b", "c"}) {
+    EXPECT_EQ(cluster.process(node)->Log().find("bytes go over TCP"),
+              std::string::npos);
+  }
 }
 
 TEST(GpuGroupTest, AnAgentThatDiesIsStartedAgainAndTheNextUpdateArrives) {

@@ -218,6 +218,7 @@ v1::DefineLayout HandCoordinator::Define(
         v1::OrdinalBox* box = source->add_shards();
         box->set_ordinal(added.first->second);
         if (shard.has_box()) *box->mutable_box() = shard.box();
+        box->set_dtype(shard.dtype());
       }
     }
     for (const auto& worker : workers_) {

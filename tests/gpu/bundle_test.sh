@@ -51,9 +51,41 @@ for line in 'memory conformance: passed' 'figures: passed' 'groups over NCCL, on
   'slowdown of a compute loop: passed'; do
   grep -q "$line" <<<"$output" || fail "no line '$line' in: $output"
 done
-for line in 'pack, with digests of frames .* ratio' 'the agent was killed: the next version arrived' \
+# Every figure that is wanted, beside its floor.
+for figure in 'copy inside the GPU' 'pack, with digests of frames' 'store=device: stall' \
+  'store=device: pause' 'unpack' 'digest, over half a copy' 'copy to pinned host memory' \
+  'store=host: stall' 'store=host: pause' 'describe [0-9]* tensors' \
+  'compute loop during a transfer'; do
+  grep -Eq "^$figure +[0-9.]+ ms  floor +[0-9.]+ ms  ratio [0-9.]+  goal [0-9.]+$" "$work/results.txt" ||
+    fail "no figure '$figure' in the results"
+done
+grep -q '^moved twice: small.safetensors, [0-9]* bytes$' <<<"$output" ||
+  fail "how much was moved is not said in: $output"
+for line in 'the agent was killed: the next version arrived' \
   'the trainer was killed: the next' 'the worker was killed: the next' \
-  'compute loop during a transfer .* ratio' 'rank 1: joined in'; do
+  'rank 1: joined in'; do
   grep -q "$line" "$work/results.txt" || fail "no line '$line' in the results"
 done
+
+# The same without NCCL: it is missing by name, in both lines. (A file that is no library stands
+# before those that this machine has.) What takes long has been run above.
+echo 'none' >"$root/lib/libnccl.so.2"
+for program in gpu_memory_check daemon_check.sh; do
+  printf '#!/bin/sh\n' >"$root/$program"
+done
+mv "$root/gpu_bench" "$root/gpu_bench.real"
+printf '#!/bin/sh\n[ "$1" != --list ] || exec "%s" --list\n' "$root/gpu_bench.real" >"$root/gpu_bench"
+chmod +x "$root/gpu_bench" "$root/gpu_memory_check" "$root/daemon_check.sh"
+output=$("$root/run.sh" --smoke "$work/none.txt" 2>&1) || fail "without NCCL: $output"
+for line in 'NCCL on one GPU: NOT MEASURED (.*libnccl.so.2' \
+  'groups over NCCL: NOT MEASURED (.*libnccl.so.2'; do
+  grep -q "^$line" <<<"$output" || fail "no line '$line' in: $output"
+done
+! grep -q 'groups over NCCL: NOT MEASURED (NCCL on one GPU' <<<"$output" ||
+  fail "a line quotes another instead of saying why: $output"
+
+# And on a machine whose driver hangs, the question has an end.
+grep -q 'timeout .*gpu_bench" --list' "$root/run.sh" || fail "gpu_bench --list has no deadline"
+grep -q 'timeout .*gpu_group_check" --check_nccl' "$root/run.sh" ||
+  fail "gpu_group_check --check_nccl has no deadline"
 exit $failed

@@ -86,24 +86,32 @@ safetensors() {
   } >"$1"
 }
 
-# choose LARGEST: a model that fits here, in `model`.
+# choose LARGEST: a model that fits here, in `model`, its name in `chosen`, and in `instead` why it
+# is not the large one that was wanted.
 choose() {
+  instead=
   local gpu host
   if [[ -n $smoke ]]; then
     safetensors "$work/small.safetensors"
     model=(--safetensors="$work/small.safetensors")
+    chosen=small.safetensors
     budget=100000000 bucket=$((1 << 20))
     return
   fi
-  gpu=$("$here/gpu_bench" --list | head -1 | awk '{ print $NF / 1e9 }')
+  gpu=$(timeout --kill-after=5 60 "$here/gpu_bench" --list | head -1 | awk '{ print $NF / 1e9 }')
   host=$(awk '$1 == "MemAvailable:" { print $2 / 1e6 }' /proc/meminfo)
   bucket=$((256 << 20))
   # A trainer's tensors and a worker's; the store twice, and two copies to fill and to hash.
   if [[ "$1" == large ]] && awk -v g="$gpu" -v h="$host" 'BEGIN { exit !(g > 40 && h > 90) }'; then
     model=(--model=llama-3.1-8b)
+    chosen=llama-3.1-8b
     budget=40000000000
   else
     model=(--model=qwen2.5-0.5b)
+    chosen=qwen2.5-0.5b
+    # Less than 16 GB must not pass for it.
+    [[ "$1" != large ]] ||
+      instead=", not 16 GB: wanted are a GPU of 40 GB (this has $gpu) and 90 GB of host memory ($host)"
     budget=4000000000
   fi
 }
@@ -186,6 +194,9 @@ check_move() {
   same 2 trainer "$work/worker.hashes"
   verify
   grep -h '^result' "$work/trainer.0.out"
+  local bytes
+  bytes=$(grep -h '^result' "$work/trainer.0.out" | tail -1 | grep -o ' bytes=[0-9]*')
+  echo "moved twice: $chosen, ${bytes#*=} bytes$instead"
 }
 
 check_kill() {

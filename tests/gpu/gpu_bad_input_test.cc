@@ -380,8 +380,8 @@ TEST_F(GpuBadInputTest, ADriverThatIsOlderThanTheRuntime) {
   EXPECT_TRUE(StillServes());
 }
 
-// Nothing is converted on the way: who wants another type is told who has
-// which.
+// Casts are the trainer's to ask for: a worker that wants another type is told
+// who has which.
 TEST_F(GpuBadInputTest, AWorkerThatWantsAnotherType) {
   Start();
   std::vector<client::Tensor> wide = Parameters();
@@ -405,7 +405,7 @@ TEST_F(GpuBadInputTest, AWorkerThatWantsAnotherType) {
   ASSERT_TRUE(worker.ok()) << worker.status();
   EXPECT_TRUE(Refused((*worker)->WaitRegistered(kPatience),
                       absl::StatusCode::kFailedPrecondition, "DTYPE_MISMATCH",
-                      "weights are not converted on the way"));
+                      "have the trainers register it in the worker's"));
   EXPECT_TRUE(StillServes());
   (*trainer)->Close();
 }

@@ -265,14 +265,15 @@ int Run(bool smoke) {
 
   // Pinned host memory, as the store is.
   allocate.name = "store";
-  auto store = host.Allocate(bucket_bytes, allocate);
-  Must(store.status());
+  auto allocated = host.Allocate(bucket_bytes, allocate);
+  Must(allocated.status());
+  const std::shared_ptr<Segment> store = *std::move(allocated);
   {
-    auto pinned = memory->PinHost((*store)->data(), bucket_bytes, true);
+    auto pinned = memory->PinHost(store->data(), bucket_bytes, true, store);
     Must(pinned.status());
     CopyTask out = whole;
     out.src = (*to)->data();
-    out.dst = (*store)->data();
+    out.dst = store->data();
     const auto d2h = [&] { Must(memory->Copy({out}, {}, nullptr)); };
     d2h();
     const double bus = Best(d2h, times);
@@ -283,7 +284,7 @@ int Run(bool smoke) {
       CopyTask part;
       const int64_t begin = first * staged.frame_bytes;
       part.src = (*to)->data() + begin;
-      part.dst = (*store)->data() + begin;
+      part.dst = store->data() + begin;
       part.run_bytes =
           std::min(bucket_bytes, last * staged.frame_bytes) - begin;
       Must(memory->Copy({part}, {}, nullptr));
@@ -293,14 +294,14 @@ int Run(bool smoke) {
     Print("store=host: stall", Best(snapshot, times), bus, 1 / 1.1);
     // As a worker does it: by copy engine, and the pieces where they belong.
     CopyTask in = whole;
-    in.src = (*store)->data();
+    in.src = store->data();
     in.dst = (*to)->data();
     const auto h2d = [&] { Must(memory->Copy({in}, {}, nullptr)); };
     h2d();
     const double up = Best(h2d, times);
     std::vector<CopyTask> applied = back;
     for (CopyTask& task : applied)
-      task.src = (*store)->data() + (task.src - (*to)->data());
+      task.src = store->data() + (task.src - (*to)->data());
     const auto apply = [&] { Must(memory->Copy(applied, {}, nullptr)); };
     apply();
     Print("store=host: pause", Best(apply, times), up, 1 / 1.1);

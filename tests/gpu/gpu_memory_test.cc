@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <string>
 #include <thread>
 #include <vector>
@@ -83,6 +84,28 @@ TEST_F(GpuMemoryTest, TensorsGoFromGpuToGpu) {
   const auto node = cluster_.GetNode("a");
   ASSERT_TRUE(node.ok());
   EXPECT_EQ(node->memory().gpus_size(), 2);
+}
+
+// To pin memory is to hold the GPU up: it is done when an arena is new, at both
+// of its ends, and not again for each version.
+TEST_F(GpuMemoryTest, ArenasArePinnedOnce) {
+  StartNode("a", GpuFlags());
+  gpu_sim::TakeNotes();
+  gpu_sim::Plant("call=cudaHostRegister note=1 count=0");
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 1);
+  // The store has places for two versions.
+  for (const int version : {1, 2}) ASSERT_TRUE(trainer.Publish(version).ok());
+  const std::string first = gpu_sim::TakeNotes();
+  // By the agent, and by the worker.
+  EXPECT_GE(std::count(first.begin(), first.end(), '\n'), 2) << first;
+  for (const int version : {3, 4, 5}) {
+    ASSERT_TRUE(trainer.Publish(version).ok());
+    EXPECT_TRUE(replica.Holds(version));
+  }
+  EXPECT_EQ(gpu_sim::TakeNotes(), "");
+  gpu_sim::Plant("");
 }
 
 TEST_F(GpuMemoryTest, ADeadAgentCostsOnePublishAtMost) {

@@ -3,9 +3,12 @@
 import argparse
 import collections
 import itertools
+import json
 import pathlib
+import re
 import signal
 import struct
+import subprocess
 import sys
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 import readme
 
 sys.path.insert(0, str(readme.ROOT))
-from tests.chaos import chaos, checker, gpus, journal  # noqa: E402
+from tests.chaos import chaos, checker, faults, gpus, journal, network  # noqa: E402
 
 HASHES = {content: f"{content:016x}" for content in range(1, 12)}
 # Bytes of no content.
@@ -255,6 +258,46 @@ def test_a_swap_before_the_commit(logs):
     assert logs.found() == [checker.EARLY]
 
 
+with open(readme.ROOT / "tests/chaos/checker_cases.json", encoding="utf-8") as _file:
+    CASES = json.load(_file)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_it_finds_what_the_simulations_checker_finds(logs, case):
+    """checker_cases.json is judged by both: simulation/checker_test.cc is the other one."""
+    records = []
+
+    for what, *words in case["events"]:
+        if what == "commit":
+            number = int(words[0][1:])
+            logs.commit(number)
+            records.append(journal.Commit(words[0], number, number))
+            logs.checker.journal(records)
+        elif what == "abort":
+            records.append(journal.Abort(words[0]))
+            logs.checker.journal(records)
+        elif what == "write":
+            logs(f"w{words[0]}", ev="writing", update=words[1])
+        elif what == "serve":
+            logs.step(*(TORN if word == "torn" else 0 if word == "own" else int(word[1:]) for word in words))
+        elif what in ("pause", "resume"):
+            logs("c", ev=f"{what}d", update="", version=0)
+        elif what == "restart":
+            logs.start(f"i{len(records)}r", paused=False)
+        elif what == "hold":
+            logs.checker.held("r", logs.now)
+        elif what == "unhold":
+            logs.checker.resumed("r", logs.now)
+        elif what == "rollback":
+            logs.checker.allow_rollback(int(words[0][1:]))
+        elif what == "release":
+            logs.checker.release_asked(logs.now)
+            logs("n0", ev="point", point="coordinator:journal:hold_released", update="")
+        else:
+            assert what == "open", what
+    assert logs.found() == case["finds"]
+
+
 def _field(number, payload):
     if isinstance(payload, int):
         return bytes([number << 3, payload])
@@ -269,6 +312,155 @@ def test_the_journal_is_read_up_to_a_torn_record():
     assert journal.parse(b"WSJRNL01" + frames[:-1]) == [journal.Commit("u1", 7, 9)]
     with pytest.raises(ValueError):
         journal.parse(b"nonsense")
+
+
+def test_how_updates_ended_is_read():
+    ends = [
+        _field(7, _field(2, b"u1") + _field(4, 1)),  # active
+        _field(7, _field(2, b"u2")),
+        _field(7, _field(2, b"u3") + _field(7, 1)),  # superseded
+        _field(7, _field(2, b"u4") + _field(8, 1)),  # lost
+        _field(14, _field(2, 5)),
+    ]
+    frames = b"".join(struct.pack("<II", len(r), 0) + r for r in ends)
+    assert journal.parse(b"WSJRNL01" + frames) == [journal.Abort("u2"), journal.Adopted(5)]
+
+
+def test_a_commit_that_is_aborted_afterwards(logs):
+    commit = [journal.Commit(f"u{i}", i, i) for i in range(4)]
+    logs.checker.journal([commit[1], journal.Abort("u2"), commit[3]])
+    assert logs.found() == []
+    # The file has lost the commit of u3 meanwhile.
+    lost = [commit[1], journal.Abort("u2"), journal.Abort("u3")]
+    logs.checker.journal(lost)
+    logs.checker.journal(lost)
+    assert logs.found() == [checker.UNDONE]
+    logs.checker.journal([commit[1], journal.Abort("u1")])
+    assert logs.found() == [checker.UNDONE] * 2
+
+
+def test_an_adopted_cluster_begins_anew(logs):
+    commit = [journal.Commit(f"u{i}", i, i) for i in range(3)]
+    logs.checker.journal([journal.Adopted(3), commit[1]])
+    # On another disk: the nodes did not know that u1 was committed.
+    logs.checker.journal([journal.Adopted(9), journal.Abort("u1"), commit[2]])
+    assert logs.found() == []
+    logs.checker.journal([journal.Adopted(9), journal.Abort("u1"), journal.Abort("u2")])
+    assert logs.found() == [checker.UNDONE]
+
+
+# Fields of the messages at which a daemon could be held, and is not. All others are in some list of
+# tests/chaos/faults.py.
+NO_POINT = {
+    "journal": {
+        "started": "before a coordinator serves anybody",
+        "request_opened": "written with update_opened, in one go",
+        "rank_copied": "of calls with a request_id: the simulation ends a coordinator before any record",
+        "lost": "of a coordinator that accepts nothing",
+        "adopted": "of a coordinator that accepts nothing",
+        "version_deleted": "the simulation's",
+        "model_removed": "the simulation's",
+    },
+    "command": {
+        **dict.fromkeys(["welcome", "reply", "heartbeat"], "of no update"),
+        **dict.fromkeys(["refuse_worker", "refuse_replica", "digest_worker"], "of no update"),
+        **dict.fromkeys(["drop_update", "remove_worker"], "the simulation's"),
+        **dict.fromkeys(
+            ["write_checkpoint", "complete_checkpoint", "read_checkpoint", "prune_checkpoints"],
+            "chaos trials save and load nothing: the simulation does, and tests/e2e/checkpoint_test",
+        ),
+    },
+    "report": {
+        **dict.fromkeys(["hello", "hello_done", "heartbeat"], "of no update"),
+        **dict.fromkeys(["claim_rank", "rank_shards", "rank_lost"], "of registering"),
+        **dict.fromkeys(["replica_joined", "replica_left"], "of registering"),
+        **dict.fromkeys(["worker_joined", "worker_left"], "of registering"),
+        "publish_arrived": "held by the trainers' own points",
+        "update_progress": "decides nothing",
+        "update_evicted": "the simulation's",
+        "worker_digests": "of verify, which changes nothing",
+        "checkpoint_written": "as the command",
+        "checkpoint_read": "as the command",
+    },
+}
+
+
+def _fields_of(path, message):
+    text = (readme.ROOT / path).read_text(encoding="utf-8")
+    body = text[text.index(f"message {message} {{") :]
+    body = body[body.index("oneof ") : body.index("\n}\n")]
+    return re.findall(r"^ +[\w.]+ (\w+) = \d+;", body, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "kind, path, message",
+    [
+        ("journal", "proto/weightsync/internal/v1/journal.proto", "JournalRecord"),
+        ("command", "proto/weightsync/v1/node.proto", "NodeCommand"),
+        ("report", "proto/weightsync/v1/node.proto", "NodeReport"),
+    ],
+)
+def test_every_transition_has_a_fault_point(kind, path, message):
+    lists = [value for name, value in vars(faults).items() if name.endswith("_POINTS")]
+    points = {point for points in lists for point in points}
+    fields = set(_fields_of(path, message))
+    assert len(fields) > 10
+    assert set(NO_POINT[kind]) <= fields
+    where = {"journal": ["journal", "journalled"], "command": ["command"], "report": ["report"]}[kind]
+    for field in fields:
+        for part in where:
+            held = {p for p in points if p.endswith(f":{part}:{field}")}
+            assert bool(held) != (field in NO_POINT[kind]), f"{part}:{field}: {held}"
+    # What is told to nodes is held on both sides.
+    if kind == "command":
+        for field in fields - set(NO_POINT[kind]) - {"pin_update"}:
+            assert any(p == f"coordinator:command:{field}" for p in points) or field == "define_layout"
+            assert any(p == f"node:command:{field}" for p in points), field
+
+
+def _run_one(tmp_path, *words):
+    """A whole run of one trial: (exit code, what --json wrote)."""
+    programs = str(readme.ROOT / "bazel-bin")
+    path = tmp_path / "run.json"
+    keep = str(tmp_path / "kept")
+    words = ["--trials", "1", "--nodes", "3", "--programs", programs, "--keep", keep, *words]
+    code = chaos.main([*words, "--json", str(path)])
+    return code, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_a_run_without_root_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(network, "available", lambda: False)
+    monkeypatch.setattr(chaos.limits, "small_disks", lambda: False)
+    code, totals = _run_one(tmp_path, "--kinds", "kill worker")
+    told = capsys.readouterr().out
+    assert code == 0, told
+    assert "No root: process faults only, all daemons on this host." in told
+    for kind in ("link cut", "edge cut", "memory limit", "disk full"):
+        assert re.search(f"^left out: {kind}: ", told, re.MULTILINE), told
+    assert (totals["trials"], totals["asked"], totals["mixed"], totals["stuck"]) == (1, 1, 0, 0)
+
+
+@pytest.mark.slow
+def test_what_is_found_before_the_first_trial_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(network, "available", lambda: False)
+    recover, calls = chaos.Run.recover, []
+
+    def with_a_mix(self, bound, version=None):
+        ok, seconds = recover(self, bound, version)
+        if not calls:
+            self._found.append(checker.Violation(checker.MIXED, "one", 0, "planted"))
+            ok = False
+        calls.append(bound)
+        return ok, seconds
+
+    monkeypatch.setattr(chaos.Run, "recover", with_a_mix)
+    code, totals = _run_one(tmp_path, "--kinds", "kill worker")
+    told = capsys.readouterr().out
+    assert code == 1
+    assert (totals["mixed"], totals["stuck"]) == (1, 1), told
+    assert re.search(r"FINDING trial 0, .*: MIXED one: planted", told)
+    assert re.search(r"FINDING trial 0, .*: STUCK: a new cluster did not come up: ", told)
 
 
 def _trial(kind, state=chaos.IDLE):
@@ -301,6 +493,30 @@ def test_the_state_of_an_update_follows_its_coordinator():
 
 
 # ---- planted faults ----
+
+
+@pytest.mark.parametrize("planted", ["CommitForgotten", "MixedReplica"])
+def test_a_seed_that_fails_replays_exactly_in_another_process(planted):
+    simulate = readme.ROOT / "bazel-bin/tests/chaos/simulation/simulate"
+
+    def run(*words):
+        return subprocess.run([simulate, f"--planted={planted}", *words], capture_output=True, text=True, timeout=120)
+
+    search = run("--histories=4000", "--failures=1")
+    assert search.returncode == 1, search.stdout
+    seed = re.search(r"^seed (\d+):$", search.stdout, re.MULTILINE)[1]
+    violation = search.stdout.split(f"seed {seed}:\n", 1)[1].splitlines()[0].strip()
+    histories = []
+    for _ in range(2):
+        replay = run(f"--seed={seed}", "--trace")
+        assert replay.returncode == 1
+        # All but how long it took.
+        histories.append(replay.stdout.split(f"\nseed {seed}:\n", 1)[0])
+    assert histories[0] == histories[1]
+    assert f"VIOLATION {violation}" in histories[0]
+    assert len(histories[0].splitlines()) > 20
+    # A good coordinator has none in it.
+    assert subprocess.run([simulate, f"--seed={seed}"], capture_output=True, check=False).returncode == 0
 
 
 def test_what_the_simulated_gpu_finds_is_told_once(tmp_path):
@@ -380,6 +596,35 @@ def test_a_planted_older_update_and_a_lost_commit_are_found(run):
     lost = run.publish(ranks=run.cluster.ranks[:1])
     run.cluster.run_until(lambda: run.ended(lost), 1)
     assert _finds(run, checker.UNCOMMITTED, "one", lost, [0])
+
+
+@pytest.mark.slow
+def test_a_commit_that_its_journal_loses_is_found(run):
+    run.recover(30)
+    coordinator, path = run.cluster.daemons[0], f"{run.cluster.state_dir(0)}/coordinator.journal"
+    point = "coordinator:journalled:update_committed"
+    run._armed, run._hit = 1, None
+    run.cluster.tell("n0", {"cmd": "arm", "id": 1, "point": point, "skip": 0})
+    run.publish()
+    assert run.cluster.run_until(lambda: run._hit is not None, 10)
+    # It was told to nobody yet.
+    coordinator.wanted = False
+    coordinator.signal(signal.SIGKILL)
+    coordinator.popen.wait()
+    assert run.judge() == []
+    data = pathlib.Path(path).read_bytes()
+    last, _ = list(journal.frames(data))[-1]
+    assert len(journal.commits(journal.parse(data[:last]))) == len(journal.read(path)) - 1
+    pathlib.Path(path).write_bytes(data[:last])
+    coordinator.wanted = True
+    coordinator.start()
+    found = set()
+
+    def undone():
+        found.update(violation.kind for violation in run.judge())
+        return checker.UNDONE in found
+
+    assert run.cluster.run_until(undone, 20), found
 
 
 @pytest.mark.slow

@@ -150,6 +150,19 @@ def test_configurations_of_the_model_are_counted(tmp_path):
     assert count_results.count_model(run) == (0, ["model: nothing was searched"], 0)
 
 
+def test_a_chaos_run_that_stops_early_has_failed(tmp_path):
+    path = tmp_path / "run.json"
+    each = [["kill worker", "MOVING", False, False, 1.0, "-"], ["kill worker", "idle", True, False, 1.0, "-"]]
+    run = {"seed": 3, "asked": 2, "each": each, "findings": {"1": "MIXED"}, "never_hit": []}
+    path.write_text(json.dumps(run))
+    mixed = "chaos: seed 3, trial 1: kill worker, idle: MIXED"
+    assert count_results.count_chaos(path) == (1, [mixed], 0)
+    path.write_text(json.dumps({**run, "asked": 30}))
+    assert count_results.count_chaos(path) == (1, [mixed, "chaos: 2 of 30 trials ran"], 0)
+    path.write_text(json.dumps({**run, "asked": 30, "each": []}))
+    assert count_results.count_chaos(path) == (0, ["chaos: 0 of 30 trials ran"], 0)
+
+
 def test_run_sh_fails_when_nothing_ran():
     run = subprocess.run(
         [str(readme.ROOT / "tests/run.sh"), "--filter", "no such name anywhere"],

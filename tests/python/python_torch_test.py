@@ -12,6 +12,7 @@ import socket
 import traceback
 import warnings
 
+import ml_dtypes
 import numpy
 import pytest
 import torch
@@ -190,6 +191,83 @@ def test_types_by_name(address, model):
     ) as trainer:
         trainer.register({"ids": torch.arange(3)})
     assert error.value.reason == "DTYPE_MISMATCH"
+
+
+def test_fp32_masters_of_a_bf16_model_are_cast_by_the_daemon(address, model):
+    masters = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Linear(40, 7))
+    with torch.no_grad():
+        # Ties, what rounds up into another exponent, the ends of the range, and what is no number.
+        special = [0x3F808000, 0x3F818000, 0x3FFFFFFF, 0x7F7FFFFF, 0x00000001, 0x80008000, 0x7F800000, 0xFF800000]
+        special += [0x7FC00000, 0x7F800001, 0x80000000]
+        words = numpy.array(special, dtype=numpy.uint32).view(numpy.float32)
+        masters[0].weight.view(-1)[: len(special)] = torch.from_numpy(words)
+    live = {name: torch.zeros(t.shape, dtype=torch.bfloat16) for name, t in masters.state_dict().items()}
+    with weightsync.Trainer(model, address=address, dtype=torch.bfloat16) as trainer, serve(model, address, live):
+        # Nothing is copied here; and where memory is this process's alone, it is cast into what the daemon reads.
+        for share in (True, False):
+            if not share:
+                masters = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.Linear(40, 7))
+            trainer.register(masters, share=share)
+            assert all((shard.target is None) == share for shard in trainer._shards)
+            for _ in range(2):
+                with torch.no_grad():
+                    masters[1].weight.mul_(1.001)
+                trainer.publish(verify_source=True).wait(60)
+                for name, tensor in masters.state_dict().items():
+                    want = tensor.bfloat16()
+                    assert torch.equal(live[name].isnan(), want.isnan()), name
+                    assert torch.equal(live[name].nan_to_num(7), want.nan_to_num(7)), name
+
+
+def quantised(tensor):
+    """A bf16 matrix as e4m3 and one scale for each block of 128 x 128, by ml_dtypes."""
+    values = tensor.float().numpy()
+    rows, columns = (-(-n // 128) for n in values.shape)
+    found = numpy.zeros(values.shape, dtype=ml_dtypes.float8_e4m3fn)
+    scales = numpy.zeros((rows, columns), dtype=numpy.float32)
+    for row, column in itertools.product(range(rows), range(columns)):
+        block = numpy.s_[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
+        scale = scales[row, column] = numpy.abs(values[block]).max() / numpy.float32(448)
+        if scale:
+            found[block] = (values[block] / scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return found, scales
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_bf16_becomes_fp8_with_block_scales(address, model, share):
+    torch.manual_seed(3)
+    held = {"up.weight": torch.randn(300, 200).bfloat16(), "norm": torch.randn(77).bfloat16()}
+    # A block of zeros, and one of very different sizes.
+    held["up.weight"][128:256, :128] = 0
+    held["up.weight"][256:, 128:] *= torch.logspace(-12, 12, 72)
+    if share:
+        held = {name: tensor.share_memory_() for name, tensor in held.items()}
+    live = {
+        "mlp.up.weight": torch.zeros(300, 200).to(torch.float8_e4m3fn),
+        "mlp.up.weight_scale_inv": torch.zeros(3, 2),
+        "norm": torch.zeros(77, dtype=torch.bfloat16),
+    }
+    with weightsync.Trainer(
+        model, address=address, dtype={"mlp.up.weight": torch.float8_e4m3fn}
+    ) as trainer, serve(model, address, live):
+        trainer.register(held, names=[("^up", "mlp.up")])
+        assert all((shard.target is None) == share for shard in trainer._shards)
+        for _ in range(2):
+            held["up.weight"] *= 1.5
+            trainer.publish(verify_source=True).wait(60)
+            values, scales = quantised(held["up.weight"])
+            assert (live["mlp.up.weight"].view(torch.uint8).numpy() == values.view(numpy.uint8)).all()
+            assert (live["mlp.up.weight_scale_inv"].numpy() == scales).all()
+            assert torch.equal(live["norm"], held["norm"])
+        # weight = fp8 x scale.
+        spread = live["mlp.up.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+        error = (live["mlp.up.weight"].float() * spread - held["up.weight"].float()).abs()
+        assert (error <= held["up.weight"].float().abs() / 16 + spread * 2**-9).all()
+        # Half a block has no scale.
+        part = weightsync.Shard(held["up.weight"][:100], (0, 0), (300, 200))
+        with pytest.raises(ValueError) as raised:
+            trainer.register({"mlp.up.weight": part})
+        assert raised.value.reason == "DTYPE_MISMATCH" and "blocks of 128 x 128" in str(raised.value)
 
 
 def test_a_load_callback_gets_torch_tensors(address, model):

@@ -22,6 +22,7 @@
 #include "glog/logging.h"
 #include "transport/conformance/test_chain.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 extern char** environ;
 

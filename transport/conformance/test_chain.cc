@@ -192,15 +192,6 @@ std::string Blame(const absl::Status& status) {
   return edge ? absl::StrCat(reason, " ", *edge) : reason;
 }
 
-bool Eventually(const std::function<bool()>& done) {
-  const absl::Time until = absl::Now() + absl::Seconds(20);
-  while (absl::Now() < until) {
-    if (done()) return true;
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-  return false;
-}
-
 PeerProgress PeerOf(const Group& group, bool upstream) {
   for (const PeerProgress& peer : group.Progress().peers) {
     if (peer.upstream == upstream) return peer;

@@ -103,9 +103,6 @@ std::vector<absl::Status> WaitAll(
 // "EDGE_LOST a->b" and the like, "OK", or the whole status if it has no reason.
 std::string Blame(const absl::Status& status);
 
-// Polls until `done`, at most 20 seconds.
-bool Eventually(const std::function<bool()>& done);
-
 // Progress towards one neighbour.
 PeerProgress PeerOf(const Group& group, bool upstream);
 

@@ -25,6 +25,8 @@ namespace cuda {
 namespace {
 
 constexpr int64_t kTransferBytes = 1 << 20;
+// For copies that still use pinned memory when its owner takes it away.
+constexpr absl::Duration kUnpinDeadline = absl::Seconds(5);
 // What a segment is rounded up to by the driver, so that sums are right.
 int64_t Rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
 
@@ -46,15 +48,17 @@ struct CudaMemory::Allocation {
     const std::shared_ptr<DeviceCore> core = std::move(old->core);
     core->RemoveRange(old->data);
     reinterpret_cast<SegmentControl*>(old->control->data())->retired = 1;
-    core->Later([old] {
-      if (flock(old->lock_fd, LOCK_EX | LOCK_NB) != 0) return false;
-      const absl::Status status = CheckCuda(cudaFree(old->data), "cudaFree");
-      if (!status.ok()) LOG(WARNING) << status;
-      *old->segments_bytes -= Rounded(old->bytes);
-      close(old->lock_fd);
-      delete old;
-      return true;
-    });
+    core->LaterWhen(
+        // A lock that was got is kept until the end.
+        [fd = old->lock_fd] { return flock(fd, LOCK_EX | LOCK_NB) == 0; },
+        [old] {
+          const absl::Status status =
+              CheckCuda(cudaFree(old->data), "cudaFree");
+          if (!status.ok()) LOG(WARNING) << status;
+          *old->segments_bytes -= Rounded(old->bytes);
+          close(old->lock_fd);
+          delete old;
+        });
   }
 };
 
@@ -103,7 +107,7 @@ class CudaSegment final : public Segment {
       // its maker from freeing it.
       std::shared_ptr<DeviceCore> core = std::move(core_);
       imported.reset();
-      core->Later([fd = lock_fd] { return close(fd), true; });
+      core->Later([fd = lock_fd] { close(fd); });
     }
   }
   MemoryKind kind() const override { return MemoryKind::kCuda; }
@@ -156,7 +160,7 @@ absl::StatusOr<std::unique_ptr<CudaMemory>> CudaMemory::Create(
 
 CudaMemory::~CudaMemory() {
   if (core_ == nullptr) return;
-  core_->Drain(options_.importers_deadline);
+  core_->Finish(options_.importers_deadline);
   if (core_->Use().ok()) cudaFree(inner_keys_);
 }
 
@@ -317,13 +321,25 @@ absl::StatusOr<std::unique_ptr<Segment>> CudaMemory::Import(
 
 // ---- Copies ----
 
-absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
-                             const PackRequest* request,
+namespace {
+
+int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+absl::Status CudaMemory::Run(LaunchTable* launch_table, bool digests,
+                             const PackRequest* request, char* host,
                              std::vector<Digest>* frames,
                              const std::function<absl::Status(Lane*)>& before) {
-  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
-  if (!lease.ok()) return lease.status();
-  Lane* const lane = lease->get();
+  LaunchTable& table = *launch_table;
+  // The second goes to the host with one part while the first packs the next.
+  absl::StatusOr<std::vector<DeviceCore::LaneLease>> leases =
+      core_->TakeLanes(host != nullptr ? 2 : 1);
+  if (!leases.ok()) return leases.status();
+  Lane* const lane = leases->front().get();
+  Lane* const to_host = leases->back().get();
+  const bool told =
+      request != nullptr && (request->on_frames != nullptr || host != nullptr);
   cudaStream_t const stream = lane->stream;
   absl::Status status = before != nullptr ? before(lane) : absl::OkStatus();
   if (!status.ok()) return status;
@@ -333,11 +349,53 @@ absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
       static_cast<int64_t>(table.units.size() * sizeof(DeviceUnit));
   const int64_t digests_bytes =
       digests ? static_cast<int64_t>(table.frames * sizeof(Digest)) : 0;
-  // Copies, then units, then digests, at the same places on both sides.
-  const int64_t all = copies_bytes + units_bytes + digests_bytes;
+  // Copies, then units, then digests, at the same places on both sides; and
+  // what scales are computed from. The scales are the device's alone.
+  const int64_t blocks_at = Aligned(copies_bytes + units_bytes + digests_bytes);
+  const int64_t scales_bytes =
+      static_cast<int64_t>(table.scales.size() * sizeof(DeviceScale));
+  const int64_t scale_units_bytes =
+      static_cast<int64_t>(table.scale_units.size() * sizeof(ScaleUnit));
+  const int64_t blocks_bytes = scales_bytes + scale_units_bytes;
+  const int64_t floats_at = Aligned(blocks_at + blocks_bytes);
+  const int64_t floats_bytes =
+      table.scale_count * static_cast<int64_t>(sizeof(float));
+  const int64_t all = blocks_at + blocks_bytes;
   if (all > 0) {
-    status = core_->Reserve(lane, all, all);
+    status = core_->Reserve(lane, all, floats_at + floats_bytes);
     if (!status.ok()) return status;
+    if (blocks_bytes > 0) {
+      char* const floats = lane->device + floats_at;
+      PlaceScales(reinterpret_cast<float*>(floats), &table);
+      memcpy(lane->host + blocks_at, table.scales.data(), scales_bytes);
+      memcpy(lane->host + blocks_at + scales_bytes, table.scale_units.data(),
+             scale_units_bytes);
+      status = CheckCuda(
+          cudaMemcpyAsync(lane->device + blocks_at, lane->host + blocks_at,
+                          blocks_bytes, cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync of a launch's table");
+      if (status.ok()) {
+        status = CheckCuda(cudaMemsetAsync(floats, 0, floats_bytes, stream),
+                           "cudaMemsetAsync");
+      }
+      ScaleLaunch scales = {};
+      scales.scales =
+          reinterpret_cast<const DeviceScale*>(lane->device + blocks_at);
+      scales.units = reinterpret_cast<const ScaleUnit*>(
+          lane->device + blocks_at + scales_bytes);
+      scales.unit_count = static_cast<int64_t>(table.scale_units.size());
+      if (status.ok()) {
+        status = CheckCuda(
+            static_cast<cudaError_t>(LaunchBlockLargest(scales, stream)),
+            "the scale kernel");
+      }
+      if (status.ok()) {
+        status = CheckCuda(
+            static_cast<cudaError_t>(LaunchBlockScale(scales, stream)),
+            "the scale kernel");
+      }
+      if (!status.ok()) return status;
+    }
     memcpy(lane->host, table.copies.data(), copies_bytes);
     memcpy(lane->host + copies_bytes, table.units.data(), units_bytes);
     status = CheckCuda(
@@ -405,20 +463,39 @@ absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
           "cudaMemcpyAsync of digests");
       if (!status.ok()) return status;
     }
-    if (request != nullptr && request->on_frames != nullptr) {
-      const absl::StatusOr<cudaEvent_t> event = core_->Event(lane, i);
-      if (!event.ok()) return event.status();
-      status = CheckCuda(cudaEventRecord(*event, stream), "cudaEventRecord");
-      if (!status.ok()) return status;
-    }
+    if (!told) continue;
+    const absl::StatusOr<cudaEvent_t> packed = core_->Event(lane, i);
+    if (!packed.ok()) return packed.status();
+    status = CheckCuda(cudaEventRecord(*packed, stream), "cudaEventRecord");
+    if (!status.ok()) return status;
+    if (host == nullptr) continue;
+    const absl::StatusOr<cudaEvent_t> copied = core_->Event(to_host, i);
+    if (!copied.ok()) return copied.status();
+    status = CheckCuda(cudaStreamWaitEvent(to_host->stream, *packed, 0),
+                       "cudaStreamWaitEvent");
+    if (!status.ok()) return status;
+    const int64_t begin = parts[i].first_frame * table.frame_bytes;
+    const int64_t bytes = std::min(request->bucket_bytes,
+                                   parts[i].last_frame * table.frame_bytes) -
+                          begin;
+    status =
+        CheckCuda(cudaMemcpyAsync(host + begin, request->bucket + begin, bytes,
+                                  cudaMemcpyDeviceToHost, to_host->stream),
+                  "cudaMemcpyAsync to the host");
+    if (!status.ok()) return status;
+    status =
+        CheckCuda(cudaEventRecord(*copied, to_host->stream), "cudaEventRecord");
+    if (!status.ok()) return status;
   }
-  if (request != nullptr && request->on_frames != nullptr) {
+  if (told) {
     for (size_t i = 0; i < parts.size(); ++i) {
-      const absl::StatusOr<cudaEvent_t> event = core_->Event(lane, i);
+      // Its digests are there before its bytes are on the host.
+      const absl::StatusOr<cudaEvent_t> event = core_->Event(to_host, i);
       if (!event.ok()) return event.status();
       status = core_->WaitEvent(*event);
       if (!status.ok()) return status;
       const Part part = parts[i];
+      if (request->on_frames == nullptr) continue;
       request->on_frames(
           part.first_frame, part.last_frame,
           absl::MakeConstSpan(host_digests + part.first_frame,
@@ -431,36 +508,41 @@ absl::Status CudaMemory::Run(const LaunchTable& table, bool digests,
   return status;
 }
 
-absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
-                                  absl::Span<const CastSpec> casts,
-                                  Digest* digest) {
+absl::Status CudaMemory::PinSource(
+    const CopyTask& task, std::vector<std::shared_ptr<const void>>* owners,
+    bool* host) const {
+  const auto pin = [&](const char* pointer, int64_t bytes) -> absl::Status {
+    const absl::StatusOr<DeviceCore::Pinned> pinned =
+        core_->Pin(pointer, bytes, false);
+    if (!pinned.ok()) return pinned.status();
+    *host = *host || pinned->place == DeviceCore::Place::kPinnedHost;
+    owners->push_back(pinned->owner);
+    return absl::OkStatus();
+  };
+  const absl::Status status = pin(task.source(), task.src_extent());
+  if (!status.ok() || task.cast != CopyCast::kBF16ToF8E4M3) return status;
+  return pin(task.blocks.src, task.blocks.extent());
+}
+
+absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
+                              const CopyOptions&, Digest* digest) {
   absl::Status status = core_->Use();
   if (!status.ok()) return status;
   std::vector<std::shared_ptr<const void>> owners;
   std::vector<CopyTask> kernel_tasks;
-  std::vector<CastSpec> kernel_casts;
   std::vector<const CopyTask*> engine_tasks;  // contiguous
   std::vector<const CopyTask*> host_tasks;    // to or from pinned memory
   for (size_t i = 0; i < tasks.size(); ++i) {
     const CopyTask& task = tasks[i];
-    const CastSpec cast = casts.empty() ? CastSpec() : casts[i];
     status = task.Validate();
     if (!status.ok()) return status;
     if (task.bytes() == 0) continue;
-    int64_t dst_extent = task.run_bytes, src_extent = task.run_bytes;
-    if (cast.cast != DeviceCast::kNone) {
-      src_extent = task.run_bytes / task.element_bytes *
-                   (cast.cast == DeviceCast::kBF16ToF8E4M3 ? 2 : 4);
-    }
-    for (const CopyDim& dim : task.dims) {
+    int64_t dst_extent = task.run_bytes;
+    for (const CopyDim& dim : task.dims)
       dst_extent += (dim.extent - 1) * dim.dst_stride;
-      src_extent += (dim.extent - 1) * dim.src_stride;
-    }
-    const absl::StatusOr<DeviceCore::Pinned> src =
-        core_->Pin(task.src, src_extent, false);
-    if (!src.ok()) return src.status();
-    bool host = src->place == DeviceCore::Place::kPinnedHost;
-    owners.push_back(src->owner);
+    bool host = false;
+    status = PinSource(task, &owners, &host);
+    if (!status.ok()) return status;
     if (task.dst != nullptr) {
       const absl::StatusOr<DeviceCore::Pinned> dst =
           core_->Pin(task.dst, dst_extent, true);
@@ -471,7 +553,7 @@ absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
     if (host) {
       // A kernel could reach pinned memory, at a fraction of what a copy engine
       // makes of the same bus, and with the SMs that others need.
-      if (digest != nullptr || cast.cast != DeviceCast::kNone ||
+      if (digest != nullptr || task.cast != CopyCast::kNone ||
           task.dst == nullptr || task.dims.size() > 1 ||
           (task.dims.size() == 1 &&
            (task.dims[0].src_stride < task.run_bytes ||
@@ -482,17 +564,16 @@ absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
             "the GPU first");
       }
       host_tasks.push_back(&task);
-    } else if (digest == nullptr && cast.cast == DeviceCast::kNone &&
+    } else if (digest == nullptr && task.cast == CopyCast::kNone &&
                task.dst != nullptr && task.dims.empty() &&
                task.run_bytes >= options_.copy_engine_bytes) {
       engine_tasks.push_back(&task);
     } else if (task.dst != nullptr || digest != nullptr) {
       kernel_tasks.push_back(task);
-      kernel_casts.push_back(cast);
     }
   }
   LaunchTable table;
-  status = AddTasks(kernel_tasks, kernel_casts, &table);
+  status = AddTasks(kernel_tasks, &table);
   if (!status.ok()) return status;
   const auto engines = [&](Lane* lane) -> absl::Status {
     if (!engine_tasks.empty()) {
@@ -533,52 +614,48 @@ absl::Status CudaMemory::CopyCast(absl::Span<const CopyTask> tasks,
   if (engine_tasks.empty() && host_tasks.empty() && table.units.empty())
     return absl::OkStatus();
   std::vector<Digest> digests;
-  status = Run(table, digest != nullptr, nullptr, &digests, engines);
+  status = Run(&table, digest != nullptr, nullptr, nullptr, &digests, engines);
   if (status.ok() && digest != nullptr && !digests.empty())
     *digest += digests[0];
   return status;
 }
 
-absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
-                              const CopyOptions&, Digest* digest) {
-  return CopyCast(tasks, {}, digest);
+absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
+  return PackTo(request, nullptr, result);
 }
 
-absl::Status CudaMemory::PackCast(const PackRequest& request,
-                                  absl::Span<const CastSpec> casts,
-                                  PackResult* result) {
+absl::Status CudaMemory::PackTo(const PackRequest& request, char* host,
+                                PackResult* result) {
   absl::Status status = CheckPack(request);
   if (status.ok()) status = core_->Use();
   if (!status.ok()) return status;
   std::vector<std::shared_ptr<const void>> owners;
-  const auto pin = [&](const char* pointer, int64_t bytes, bool writing) {
-    const absl::StatusOr<DeviceCore::Pinned> pinned =
-        core_->Pin(pointer, bytes, writing);
+  absl::StatusOr<DeviceCore::Pinned> pinned =
+      core_->Pin(request.bucket, request.bucket_bytes, true);
+  if (!pinned.ok()) return pinned.status();
+  owners.push_back(pinned->owner);
+  bool elsewhere = pinned->place != DeviceCore::Place::kDevice;
+  if (host != nullptr) {
+    pinned = core_->Pin(host, request.bucket_bytes, true);
     if (!pinned.ok()) return pinned.status();
-    if (pinned->place != DeviceCore::Place::kDevice) {
-      return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
-                       "a bucket is packed in GPU memory");
-    }
     owners.push_back(pinned->owner);
-    return absl::OkStatus();
-  };
-  status = pin(request.bucket, request.bucket_bytes, true);
-  for (size_t i = 0; status.ok() && i < request.pieces.size(); ++i) {
-    const CopyTask& task = request.pieces[i].copy;
-    if (task.bytes() == 0) continue;
-    int64_t extent = task.src_extent();
-    if (!casts.empty() && casts[i].cast != DeviceCast::kNone) {
-      extent += task.run_bytes / task.element_bytes *
-                    (casts[i].cast == DeviceCast::kBF16ToF8E4M3 ? 2 : 4) -
-                task.run_bytes;
-    }
-    status = pin(task.src, extent, false);
+    elsewhere = elsewhere || pinned->place != DeviceCore::Place::kPinnedHost;
+  }
+  for (const PackPiece& piece : request.pieces) {
+    if (piece.copy.bytes() == 0) continue;
+    status = PinSource(piece.copy, &owners, &elsewhere);
+    if (!status.ok()) return status;
+  }
+  if (elsewhere) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                     "a bucket is packed in GPU memory, and goes from there to "
+                     "pinned memory of the host");
   }
   LaunchTable table;
-  if (status.ok()) status = AddPack(request, casts, &table);
+  status = AddPack(request, &table);
   if (!status.ok()) return status;
   std::vector<Digest> frames;
-  status = Run(table, true, &request, &frames, nullptr);
+  status = Run(&table, true, &request, host, &frames, nullptr);
   if (!status.ok()) return status;
   if (result != nullptr) {
     result->bucket = Digest();
@@ -586,71 +663,6 @@ absl::Status CudaMemory::PackCast(const PackRequest& request,
     result->frames = std::move(frames);
   }
   return absl::OkStatus();
-}
-
-absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
-  return PackCast(request, {}, result);
-}
-
-absl::Status CudaMemory::ComputeScales(absl::Span<const DeviceScale> scales) {
-  ScaleTable table;
-  std::vector<std::shared_ptr<const void>> owners;
-  for (const DeviceScale& scale : scales) {
-    if (scale.rows <= 0 || scale.columns <= 0) continue;
-    const int64_t block_rows = (scale.rows + 127) / 128;
-    const int64_t block_columns = (scale.columns + 127) / 128;
-    const auto src = core_->Pin(
-        scale.src, ((scale.rows - 1) * scale.row_stride + scale.columns) * 2,
-        false);
-    if (!src.ok()) return src.status();
-    const auto dst = core_->Pin(
-        scale.scales,
-        ((block_rows - 1) * scale.scale_stride + block_columns) * 4, true);
-    if (!dst.ok()) return dst.status();
-    owners.push_back(src->owner);
-    owners.push_back(dst->owner);
-    AddScale(scale, &table);
-  }
-  if (table.units.empty()) return absl::OkStatus();
-  absl::StatusOr<DeviceCore::LaneLease> lease = core_->TakeLane();
-  if (!lease.ok()) return lease.status();
-  Lane* const lane = lease->get();
-  const int64_t scales_bytes = table.scales.size() * sizeof(DeviceScale);
-  const int64_t units_bytes = table.units.size() * sizeof(ScaleUnit);
-  absl::Status status = core_->Reserve(lane, scales_bytes + units_bytes,
-                                       scales_bytes + units_bytes);
-  if (!status.ok()) return status;
-  memcpy(lane->host, table.scales.data(), scales_bytes);
-  memcpy(lane->host + scales_bytes, table.units.data(), units_bytes);
-  status = CheckCuda(
-      cudaMemcpyAsync(lane->device, lane->host, scales_bytes + units_bytes,
-                      cudaMemcpyHostToDevice, lane->stream),
-      "cudaMemcpyAsync");
-  if (!status.ok()) return status;
-  for (const DeviceScale& scale : table.scales) {
-    const int64_t block_columns = (scale.columns + 127) / 128;
-    for (int64_t row = 0; row * 128 < scale.rows; ++row) {
-      status =
-          CheckCuda(cudaMemsetAsync(scale.scales + row * scale.scale_stride, 0,
-                                    block_columns * 4, lane->stream),
-                    "cudaMemsetAsync");
-      if (!status.ok()) return status;
-    }
-  }
-  ScaleLaunch launch = {};
-  launch.scales = reinterpret_cast<const DeviceScale*>(lane->device);
-  launch.units =
-      reinterpret_cast<const ScaleUnit*>(lane->device + scales_bytes);
-  launch.unit_count = static_cast<int64_t>(table.units.size());
-  status = CheckCuda(
-      static_cast<cudaError_t>(LaunchBlockLargest(launch, lane->stream)),
-      "the scale kernel");
-  if (status.ok()) {
-    status = CheckCuda(
-        static_cast<cudaError_t>(LaunchBlockScale(launch, lane->stream)),
-        "the scale kernel");
-  }
-  return status.ok() ? core_->Wait(*lane) : status;
 }
 
 // ---- Small transfers ----
@@ -695,18 +707,22 @@ absl::Status CudaMemory::Write(absl::Span<const char> from, char* to) {
 CudaMemory::PinnedHost::~PinnedHost() {
   owner_.reset();
   core_->RemoveRange(data_);
-  core_->Later([data = data_] {
+  // Not let go of where the closing is forgotten, either.
+  auto* const memory = new std::shared_ptr<const void>(std::move(memory_));
+  core_->Later([data = data_, memory] {
     const absl::Status status =
         CheckCuda(cudaHostUnregister(data), "cudaHostUnregister");
-    if (!status.ok()) LOG(WARNING) << status;
-    return true;
+    if (status.ok()) {
+      delete memory;
+    } else {
+      LOG(WARNING) << status << "; the memory stays until this process ends";
+    }
   });
-  // The memory goes with its owner right after: it must not be registered then.
-  core_->Drain(absl::Seconds(5));
 }
 
 absl::StatusOr<std::unique_ptr<CudaMemory::PinnedHost>> CudaMemory::PinHost(
-    char* data, int64_t bytes, bool writable) {
+    char* data, int64_t bytes, bool writable,
+    std::shared_ptr<const void> memory) {
   absl::Status status = core_->Use();
   if (status.ok()) {
     status = CheckCuda(cudaHostRegister(data, bytes,
@@ -715,7 +731,8 @@ absl::StatusOr<std::unique_ptr<CudaMemory::PinnedHost>> CudaMemory::PinHost(
                        "cudaHostRegister");
   }
   if (!status.ok()) return status;
-  std::unique_ptr<PinnedHost> pinned(new PinnedHost(core_, data));
+  std::unique_ptr<PinnedHost> pinned(
+      new PinnedHost(core_, data, std::move(memory)));
   pinned->owner_ = std::make_shared<char>();
   core_->AddRange(data, bytes, DeviceCore::Place::kPinnedHost, writable,
                   pinned->owner_);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -34,8 +35,9 @@ namespace cuda {
 // harm can.
 //
 // Copies are what copy engines can do where that is contiguous and no digest is
-// asked for, and one kernel launch for all the rest. They may also be between
-// device memory and pinned host memory (PinHost), without a kernel.
+// asked for, and one kernel launch for all the rest; packs are one launch for
+// each 32 MiB (pack_part_bytes), however many pieces there are. Copies may also
+// be between device memory and pinned host memory (PinHost), without a kernel.
 class CudaMemory final : public Memory {
  public:
   struct Options {
@@ -75,32 +77,33 @@ class CudaMemory final : public Memory {
   absl::Status Read(const char* from, absl::Span<char> to) override;
   absl::Status Write(absl::Span<const char> from, char* to) override;
 
-  // As Copy and Pack, with a cast for each task or piece. Scales are on the
-  // device.
-  absl::Status CopyCast(absl::Span<const CopyTask> tasks,
-                        absl::Span<const CastSpec> casts, Digest* digest);
-  absl::Status PackCast(const PackRequest& request,
-                        absl::Span<const CastSpec> casts, PackResult* result);
-  // Computes the scales of bf16 boxes. The scales' memory is written whole
-  // where blocks are, and nowhere else.
-  absl::Status ComputeScales(absl::Span<const DeviceScale> scales);
+  // As Pack; `host` gets the same bytes, part by part, before on_frames tells
+  // of them: pinned memory (PinHost). Null: nothing does.
+  absl::Status PackTo(const PackRequest& request, char* host,
+                      PackResult* result);
 
   // Host memory that copies may touch: registered with CUDA once, and not again
-  // for each copy. Undone when the handle goes.
+  // for each copy. Undone some time after the handle has gone.
   class PinnedHost {
    public:
     ~PinnedHost();
 
    private:
     friend class CudaMemory;
-    PinnedHost(std::shared_ptr<DeviceCore> core, char* data)
-        : core_(std::move(core)), data_(data) {}
+    PinnedHost(std::shared_ptr<DeviceCore> core, char* data,
+               std::shared_ptr<const void> memory)
+        : core_(std::move(core)), data_(data), memory_(std::move(memory)) {}
     const std::shared_ptr<DeviceCore> core_;
     char* const data_;
+    std::shared_ptr<const void> memory_;
     std::shared_ptr<const void> owner_;
   };
-  absl::StatusOr<std::unique_ptr<PinnedHost>> PinHost(char* data, int64_t bytes,
-                                                      bool writable);
+  // `memory` is what [data, data + bytes) is mapped by. It is let go of when
+  // the memory is not registered any more, and never where that fails: a copy
+  // engine may still write to it.
+  absl::StatusOr<std::unique_ptr<PinnedHost>> PinHost(
+      char* data, int64_t bytes, bool writable,
+      std::shared_ptr<const void> memory);
 
   // Allocations that trainers and engines have exported.
   ImportCache* imports() { return imports_.get(); }
@@ -124,9 +127,14 @@ class CudaMemory final : public Memory {
   CudaMemory(Memory* host, const Options& options)
       : host_(host), options_(options) {}
 
-  absl::Status Run(const LaunchTable& table, bool digests,
-                   const PackRequest* request, std::vector<Digest>* frames,
+  // May place the table's scales.
+  absl::Status Run(LaunchTable* table, bool digests, const PackRequest* request,
+                   char* host, std::vector<Digest>* frames,
                    const std::function<absl::Status(Lane*)>& before);
+  // What a task reads is device memory; `owners` get what keeps it.
+  absl::Status PinSource(const CopyTask& task,
+                         std::vector<std::shared_ptr<const void>>* owners,
+                         bool* host) const;
   absl::Status Transfer(char* device, char* host, int64_t bytes, bool to_host);
 
   Memory* const host_;

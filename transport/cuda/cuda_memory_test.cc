@@ -2,14 +2,10 @@
 #include "transport/cuda/cuda_memory.h"
 
 #include <cuda_runtime_api.h>
-#include <fcntl.h>
 #include <signal.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -17,192 +13,20 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
-#include "transport/cuda/cast_definition.h"
+#include "transport/cast_definition.h"
 #include "transport/cuda/sim_control.h"
+#include "transport/cuda/test_child.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace transport {
 namespace cuda {
 namespace {
-
-constexpr char kChild[] = "--child=";
-
-std::string RandomBytes(size_t count, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::string bytes(count, '\0');
-  for (char& byte : bytes) byte = static_cast<char>(random());
-  return bytes;
-}
-
-bool Eventually(const std::function<bool()>& done) {
-  for (int i = 0; i < 1000; ++i) {
-    if (done()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
-}
-
-// ---- A second process: this program with a part to play ----
-
-class Child {
- public:
-  explicit Child(const std::string& part,
-                 const std::vector<std::string>& environment = {}) {
-    int to[2], from[2];
-    EXPECT_EQ(pipe2(to, O_CLOEXEC), 0);
-    EXPECT_EQ(pipe2(from, O_CLOEXEC), 0);
-    pid_ = fork();
-    if (pid_ == 0) {
-      dup2(to[0], 0);
-      dup2(from[1], 1);
-      for (const std::string& setting : environment)
-        putenv(const_cast<char*>(setting.c_str()));
-      execl("/proc/self/exe", "child", (kChild + part).c_str(), nullptr);
-      _exit(127);
-    }
-    close(to[0]);
-    close(from[1]);
-    to_ = to[1];
-    from_ = from[0];
-  }
-  ~Child() {
-    close(to_);
-    if (pid_ > 0) Wait();
-    close(from_);
-  }
-  void Send(const std::string& bytes) {
-    const uint32_t size = static_cast<uint32_t>(bytes.size());
-    EXPECT_EQ(write(to_, &size, 4), 4);
-    EXPECT_EQ(write(to_, bytes.data(), size), ssize_t{size});
-  }
-  std::string Receive() {
-    uint32_t size = 0;
-    if (read(from_, &size, 4) != 4) return "(the child has ended)";
-    std::string bytes(size, '\0');
-    size_t done = 0;
-    while (done < size) {
-      const ssize_t n = read(from_, &bytes[done], size - done);
-      if (n <= 0) return "(the child has ended)";
-      done += n;
-    }
-    return bytes;
-  }
-  pid_t pid() const { return pid_; }
-  void Kill() {
-    kill(pid_, SIGKILL);
-    Wait();
-  }
-  int Wait() {
-    int status = 0;
-    waitpid(pid_, &status, 0);
-    pid_ = 0;
-    return status;
-  }
-
- private:
-  pid_t pid_;
-  int to_, from_;
-};
-
-std::string FromParent() {
-  uint32_t size = 0;
-  if (read(0, &size, 4) != 4) return "";
-  std::string bytes(size, '\0');
-  if (size > 0 && read(0, &bytes[0], size) != ssize_t{size}) _exit(3);
-  return bytes;
-}
-void ToParent(const std::string& bytes) {
-  const uint32_t size = static_cast<uint32_t>(bytes.size());
-  if (write(1, &size, 4) != 4 || write(1, bytes.data(), size) != ssize_t{size})
-    _exit(3);
-}
-
-std::string Encode(const MemoryTicket& ticket) {
-  return absl::StrCat(ticket.bytes, "\n", ticket.read_only, "\n",
-                      ticket.address, "\n", ticket.token);
-}
-MemoryTicket DecodeTicket(const std::string& text) {
-  const std::vector<std::string> lines = absl::StrSplit(text, '\n');
-  MemoryTicket ticket;
-  ticket.kind = MemoryKind::kCuda;
-  ticket.bytes = std::stoll(lines[0]);
-  ticket.read_only = lines[1] == "1";
-  ticket.address = lines[2];
-  ticket.token = lines[3];
-  return ticket;
-}
-
-// Imports what it is told to, says what it reads there, and holds it until it
-// is told to let it go.
-int Worker() {
-  TestProcess process;
-  const MemoryTicket ticket = DecodeTicket(FromParent());
-  auto segment = process->Import(ticket, absl::Seconds(10));
-  if (!segment.ok()) {
-    ToParent(ReasonOf(segment.status()));
-    return 0;
-  }
-  ToParent("OK");
-  while (true) {
-    const std::string command = FromParent();
-    if (command.empty() || command == "end") break;
-    if (command == "read") {
-      ToParent(process.Read((*segment)->data(), (*segment)->bytes()) +
-               std::to_string((*segment)->Generation(0)));
-    } else if (command == "close") {
-      segment->reset();
-      process->core()->Drain(absl::Seconds(5));
-      ToParent("closed");
-    } else if (command == "write") {
-      const std::string bytes((*segment)->bytes(), 'w');
-      CopyTask task;
-      task.src = task.dst = (*segment)->data();
-      task.run_bytes = 10;
-      ToParent(ReasonOf(
-          process->Write(absl::MakeConstSpan(bytes.data(), bytes.size()),
-                         (*segment)->data())));
-    }
-  }
-  return 0;
-}
-
-// A trainer: makes an allocation of cudaMalloc, and tells where a tensor in it
-// lies.
-int Trainer() {
-  const absl::StatusOr<DeviceInfo> device = FindDevice("");
-  auto exporter = DeviceExporter::Create(*device);
-  void* pointer = nullptr;
-  cudaMalloc(&pointer, 10000);
-  const std::string bytes = RandomBytes(10000, 77);
-  cudaMemcpy(pointer, bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
-  auto place = (*exporter)->Describe(static_cast<char*>(pointer) + 100, 500);
-  ToParent(place->handle.Encode());
-  while (true) {
-    const std::string command = FromParent();
-    if (command.empty() || command == "end") break;
-    if (command == "free") {
-      cudaFree(pointer);
-      pointer = nullptr;
-      ToParent(ReasonOf(DeviceExporter::CheckStillThere(place->handle)));
-    } else if (command == "again") {
-      // The same address, and not the same allocation.
-      cudaMalloc(&pointer, 10000);
-      ToParent(absl::StrCat(
-          reinterpret_cast<uint64_t>(pointer) == place->handle.base, " ",
-          ReasonOf(DeviceExporter::CheckStillThere(place->handle))));
-      place = (*exporter)->Describe(pointer, 10000);
-      ToParent(place->handle.Encode());
-    }
-  }
-  if (pointer != nullptr) cudaFree(pointer);
-  return 0;
-}
 
 class CudaMemoryTest : public ::testing::Test {
  protected:
@@ -212,16 +36,6 @@ class CudaMemoryTest : public ::testing::Test {
     cudaGetLastError();
   }
 };
-
-MemoryTicket Ticket(TestProcess* process, const Segment& segment,
-                    bool read_only) {
-  ExportOptions options;
-  options.read_only = read_only;
-  const absl::StatusOr<MemoryTicket> ticket =
-      (*process)->Export(segment, options);
-  EXPECT_TRUE(ticket.ok()) << ticket.status();
-  return *ticket;
-}
 
 TEST_F(CudaMemoryTest, AWorkerReadsWhatTheDaemonWrites) {
   TestProcess daemon;
@@ -516,9 +330,10 @@ TEST_F(CudaMemoryTest, BetweenTheGpuAndPinnedHostMemory) {
   const std::unique_ptr<Segment> segment = daemon.Allocate(1 << 20);
   AllocateOptions options;
   options.name = "store";
-  std::unique_ptr<Segment> store = *daemon.host()->Allocate(1 << 20, options);
+  const std::shared_ptr<Segment> store =
+      *daemon.host()->Allocate(1 << 20, options);
   {
-    auto pinned = daemon->PinHost(store->data(), store->bytes(), true);
+    auto pinned = daemon->PinHost(store->data(), store->bytes(), true, store);
     ASSERT_TRUE(pinned.ok()) << pinned.status();
     const std::string bytes = RandomBytes(1 << 20, 7);
     std::memcpy(store->data(), bytes.data(), bytes.size());
@@ -544,7 +359,8 @@ TEST_F(CudaMemoryTest, BetweenTheGpuAndPinnedHostMemory) {
     EXPECT_EQ(ReasonOf(daemon->Copy({task}, {}, &digest)), "BAD_COPY");
     // Twice the same memory.
     EXPECT_EQ(
-        ReasonOf(daemon->PinHost(store->data(), store->bytes(), true).status()),
+        ReasonOf(daemon->PinHost(store->data(), store->bytes(), true, store)
+                     .status()),
         "CUDA_ERROR");
   }
   CopyTask task;
@@ -559,7 +375,6 @@ TEST_F(CudaMemoryTest, CastsOnTheWayIntoABucket) {
   constexpr int kRows = 200, kColumns = 300;
   const std::unique_ptr<Segment> segment = daemon.Allocate(1 << 20);
   const std::unique_ptr<Segment> bucket = daemon.Allocate(256 << 10);
-  const std::unique_ptr<Segment> scales = daemon.Allocate(4096);
   std::mt19937 random(8);
   std::vector<uint32_t> floats(kRows * kColumns);
   std::vector<uint16_t> halves(kRows * kColumns);
@@ -574,38 +389,40 @@ TEST_F(CudaMemoryTest, CastsOnTheWayIntoABucket) {
   daemon.Write(text(floats), segment->data());
   char* const bf16 = segment->data() + floats.size() * 4;
   daemon.Write(text(halves), bf16);
-  DeviceScale scale = {};
-  scale.src = reinterpret_cast<const uint16_t*>(bf16);
-  scale.rows = kRows;
-  scale.columns = kColumns;
-  scale.row_stride = kColumns;
-  scale.scales = reinterpret_cast<float*>(scales->data());
-  scale.scale_stride = 3;
-  ASSERT_TRUE(daemon->ComputeScales({scale}).ok());
-
-  std::vector<PackPiece> pieces(2);
-  std::vector<CastSpec> casts(2);
+  std::vector<PackPiece> pieces(3);
   pieces[0].copy.src = segment->data();
   pieces[0].copy.element_bytes = 2;
   pieces[0].copy.run_bytes = kRows * kColumns * 2;
-  casts[0].cast = DeviceCast::kF32ToBF16;
+  pieces[0].copy.cast = CopyCast::kF32ToBF16;
   pieces[1].offset = (kRows * kColumns * 2 + 15) / 16 * 16;
   pieces[1].copy.src = bf16;
   pieces[1].copy.ordinal = 1;
   pieces[1].copy.run_bytes = kRows * kColumns;
-  casts[1].cast = DeviceCast::kBF16ToF8E4M3;
-  casts[1].scales = scale.scales;
-  casts[1].scale_columns = kColumns;
-  casts[1].scale_stride = 3;
+  pieces[1].copy.cast = CopyCast::kBF16ToF8E4M3;
+  CopyBlocks& blocks = pieces[1].copy.blocks;
+  blocks.src = bf16;
+  blocks.row_stride = kColumns * 2;
+  blocks.column_stride = 2;
+  blocks.rows = kRows;
+  blocks.columns = blocks.matrix_columns = kColumns;
+  pieces[2].offset = pieces[1].offset + kRows * kColumns;
+  ASSERT_EQ(pieces[2].offset % 16, 0);
+  pieces[2].copy.src = bf16;
+  pieces[2].copy.ordinal = 2;
+  pieces[2].copy.element_bytes = 4;
+  pieces[2].copy.run_bytes = 24;
+  pieces[2].copy.cast = CopyCast::kBF16BlockScale;
+  pieces[2].copy.blocks = blocks;
   PackRequest request;
   request.bucket = bucket->data();
-  request.bucket_bytes = pieces[1].offset + kRows * kColumns;
+  request.bucket_bytes = pieces[2].offset + 24;
   request.pieces = pieces;
   PackResult result;
-  ASSERT_TRUE(daemon->PackCast(request, casts, &result).ok());
+  ASSERT_TRUE(daemon->Pack(request, &result).ok());
   EXPECT_TRUE(daemon.Read(bucket->data(), halves.size() * 2) == text(halves));
   std::vector<float> got_scales(6);
-  const std::string scale_bytes = daemon.Read(scales->data(), 24);
+  const std::string scale_bytes =
+      daemon.Read(bucket->data() + pieces[2].offset, 24);
   std::memcpy(got_scales.data(), scale_bytes.data(), 24);
   const std::string quantised =
       daemon.Read(bucket->data() + pieces[1].offset, kRows * kColumns);
@@ -617,10 +434,29 @@ TEST_F(CudaMemoryTest, CastsOnTheWayIntoABucket) {
           BF16ToE4M3(halves[i], got_scales[row / 128 * 3 + column / 128]));
     }
   }
+  for (int block = 0; block < 6; ++block) {
+    uint32_t largest = 0;
+    for (int row = block / 3 * 128;
+         row < std::min(kRows, block / 3 * 128 + 128); ++row) {
+      for (int column = block % 3 * 128;
+           column < std::min(kColumns, block % 3 * 128 + 128); ++column) {
+        largest = std::max(largest, (halves[row * kColumns + column] & 0x7fffu)
+                                        << 16);
+      }
+    }
+    EXPECT_EQ(got_scales[block], BlockScale(largest));
+  }
   Digest want;
   DigestAccumulate(halves.data(), {0, 0, kRows * kColumns, 2}, &want);
   DigestAccumulate(quantised.data(), {1, 0, kRows * kColumns, 1}, &want);
+  DigestAccumulate(scale_bytes.data(), {2, 0, 6, 4}, &want);
   EXPECT_EQ(result.bucket, want);
+  // The same by a look at the tensors alone.
+  std::vector<CopyTask> tasks;
+  for (const PackPiece& piece : pieces) tasks.push_back(piece.copy);
+  Digest seen;
+  ASSERT_TRUE(daemon->Copy(tasks, {}, &seen).ok());
+  EXPECT_EQ(seen, want);
 }
 
 // ---- A GPU that fails ----
@@ -699,9 +535,18 @@ TEST_F(CudaMemoryTest, MachinesThatCannot) {
 
 // Code for every generation that we name, and PTX for one that is to come.
 TEST_F(CudaMemoryTest, KernelsRunOnEveryGeneration) {
-  for (const char* capability : {"80", "86", "90", "100", "120", "130"}) {
-    Child child("kernel", {absl::StrCat("GPU_SIM_CC=", capability)});
+  for (const char* capability : {"80", "86", "90", "100", "120"}) {
+    // PTX of the oldest would do for all of them, after a compilation at every
+    // start.
+    Child child("kernel",
+                {absl::StrCat("GPU_SIM_CC=", capability), "GPU_SIM_PTX=0"});
     EXPECT_EQ(child.Receive(), "OK") << capability;
+  }
+  for (const auto& [ptx, answer] :
+       std::vector<std::pair<std::string, std::string>>{
+           {"GPU_SIM_PTX=1", "OK"}, {"GPU_SIM_PTX=0", "CUDA_ERROR"}}) {
+    Child child("kernel", {"GPU_SIM_CC=130", ptx});
+    EXPECT_EQ(child.Receive(), answer) << ptx;
   }
   Child child("kernel", {"GPU_SIM_CC=75"});
   EXPECT_EQ(child.Receive(), "CUDA_ERROR");

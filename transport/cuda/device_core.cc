@@ -35,7 +35,7 @@ DeviceCore::DeviceCore(const DeviceInfo& device, const Options& options)
     : device_(device), options_(options) {}
 
 DeviceCore::~DeviceCore() {
-  Drain(kPatience);
+  Finish(kPatience);
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
@@ -115,21 +115,34 @@ absl::StatusOr<DeviceCore::Pinned> DeviceCore::Pin(const void* pointer,
 }
 
 absl::StatusOr<DeviceCore::LaneLease> DeviceCore::TakeLane() {
+  absl::StatusOr<std::vector<LaneLease>> lanes = TakeLanes(1);
+  if (!lanes.ok()) return lanes.status();
+  return std::move(lanes->front());
+}
+
+absl::StatusOr<std::vector<DeviceCore::LaneLease>> DeviceCore::TakeLanes(
+    int count) {
+  CHECK_LE(count, options_.lanes);
   absl::Status status = Use();
   if (!status.ok()) return status;
+  std::vector<LaneLease> leases;
   absl::MutexLock lock(&mutex_);
-  const auto available = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return !free_lanes_.empty() ||
-           static_cast<int>(lanes_.size()) < options_.lanes || !failed_.ok();
+  const auto available = [this, count]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return static_cast<int>(free_lanes_.size()) + options_.lanes -
+                   static_cast<int>(lanes_.size()) >=
+               count ||
+           !failed_.ok();
   };
   if (!mutex_.AwaitWithTimeout(absl::Condition(&available),
                                options_.stall_deadline)) {
-    return MakeError(absl::StatusCode::kDeadlineExceeded, "DEVICE_STALLED",
-                     absl::StrCat("all ", options_.lanes, " streams of ",
-                                  device_.uuid, " are at work"));
+    return MakeError(
+        absl::StatusCode::kDeadlineExceeded, "DEVICE_BUSY",
+        absl::StrCat("all ", options_.lanes, " streams of ", device_.uuid,
+                     " are at work, for ",
+                     absl::FormatDuration(options_.stall_deadline), " now"));
   }
   if (!failed_.ok()) return failed_;
-  if (free_lanes_.empty()) {
+  while (static_cast<int>(free_lanes_.size()) < count) {
     lanes_.emplace_back();
     status = CheckCuda(
         cudaStreamCreateWithFlags(&lanes_.back().stream, cudaStreamNonBlocking),
@@ -140,10 +153,12 @@ absl::StatusOr<DeviceCore::LaneLease> DeviceCore::TakeLane() {
     }
     free_lanes_.push_back(&lanes_.back());
   }
-  Lane* const lane = free_lanes_.back();
-  free_lanes_.pop_back();
-  ++active_;
-  return LaneLease(this, lane);
+  for (int i = 0; i < count; ++i) {
+    leases.emplace_back(this, free_lanes_.back());
+    free_lanes_.pop_back();
+    ++active_;
+  }
+  return leases;
 }
 
 void DeviceCore::GiveBack(Lane* lane) {
@@ -168,7 +183,7 @@ absl::Status DeviceCore::Reserve(Lane* lane, int64_t host_bytes,
     const absl::Status status =
         CheckCuda(cudaMallocHost(&fresh, bytes), "cudaMallocHost");
     if (!status.ok()) return status;
-    Later([old = lane->host] { return cudaFreeHost(old), true; });
+    Later([old = lane->host] { cudaFreeHost(old); });
     lane->host = static_cast<char*>(fresh);
     lane->host_bytes = bytes;
   }
@@ -178,7 +193,7 @@ absl::Status DeviceCore::Reserve(Lane* lane, int64_t host_bytes,
     const absl::Status status =
         CheckCuda(cudaMalloc(&fresh, bytes), "cudaMalloc");
     if (!status.ok()) return status;
-    Later([old = lane->device] { return cudaFree(old), true; });
+    Later([old = lane->device] { cudaFree(old); });
     scratch_bytes_ += bytes - lane->device_bytes;
     lane->device = static_cast<char*>(fresh);
     lane->device_bytes = bytes;
@@ -238,54 +253,90 @@ absl::Status DeviceCore::WaitEvent(cudaEvent_t event) {
                    "cudaEventQuery");
 }
 
-void DeviceCore::Later(std::function<bool()> close) {
-  absl::MutexLock lock(&mutex_);
-  closings_.push_back({std::move(close), absl::Now()});
+void DeviceCore::AddClosing(std::function<void()> close) {
+  closings_.push_back({std::move(close), absl::Now(), ++given_});
 }
 
-void DeviceCore::Drain(absl::Duration deadline) {
+void DeviceCore::Later(std::function<void()> close) {
   absl::MutexLock lock(&mutex_);
-  const auto done = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return (closings_.empty() && !closing_now_) || !failed_.ok();
+  AddClosing(std::move(close));
+}
+
+void DeviceCore::LaterWhen(std::function<bool()> ready,
+                           std::function<void()> close) {
+  absl::MutexLock lock(&mutex_);
+  held_.push_back({std::move(ready), std::move(close)});
+  ++held_count_;
+  ask_ = true;
+}
+
+bool DeviceCore::Drain(absl::Duration deadline) {
+  absl::MutexLock lock(&mutex_);
+  const uint64_t until = given_;
+  const auto done = [this, until]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return closed_ >= until || !failed_.ok();
   };
   mutex_.AwaitWithTimeout(absl::Condition(&done), deadline);
-  if (!closings_.empty()) {
-    LOG(WARNING) << device_.uuid << ": " << closings_.size()
-                 << " allocations are still open elsewhere and stay until "
-                    "this process ends";
-    closings_.clear();
-  }
+  return closed_ >= until;
+}
+
+void DeviceCore::Finish(absl::Duration deadline) {
+  absl::MutexLock lock(&mutex_);
+  const auto done = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return (closed_ == given_ && held_count_ == 0) || !failed_.ok();
+  };
+  mutex_.AwaitWithTimeout(absl::Condition(&done), deadline);
+  if (closed_ == given_ && held_count_ == 0) return;
+  given_up_ = true;
+  LOG(WARNING) << device_.uuid << ": "
+               << static_cast<uint64_t>(held_count_) + given_ - closed_
+               << " allocations are still open elsewhere, or in use, and stay "
+                  "until this process ends";
+  closings_.clear();
+  held_.clear();
+  held_count_ = 0;
 }
 
 void DeviceCore::Close() {
   cudaSetDevice(device_.ordinal);
   while (true) {
-    std::list<Closing> now;
+    std::list<Held> asked;
     {
       absl::MutexLock lock(&mutex_);
       const auto due = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-        if (stopping_) return true;
-        if (closings_.empty()) return false;
-        return active_ == 0 ||
-               absl::Now() - closings_.front().since > kPatience;
+        return stopping_ || ask_ || (!closings_.empty() && active_ == 0);
       };
-      // Looks again now and then: patience ends without anybody's doing.
-      mutex_.AwaitWithTimeout(absl::Condition(&due), absl::Seconds(1));
+      // Looks again now and then: patience ends without anybody's doing, and so
+      // does what others hold.
+      mutex_.AwaitWithTimeout(absl::Condition(&due),
+                              held_.empty() ? absl::Seconds(1) : kRetry);
       if (stopping_) return;
-      if (!due()) continue;
-      now.swap(closings_);
-      closing_now_ = true;
+      ask_ = false;
+      asked.swap(held_);
     }
-    for (auto at = now.begin(); at != now.end();) {
-      at = at->close() ? now.erase(at) : std::next(at);
+    std::list<Held> ready;
+    for (auto at = asked.begin(); at != asked.end();) {
+      const auto next = std::next(at);
+      if (at->ready()) ready.splice(ready.end(), asked, at);
+      at = next;
     }
-    const bool again = !now.empty();
+    std::list<Closing> now;
     {
       absl::MutexLock lock(&mutex_);
-      closings_.splice(closings_.begin(), now);
-      closing_now_ = false;
+      if (!given_up_) {
+        held_.splice(held_.begin(), asked);
+        held_count_ -= static_cast<int>(ready.size());
+        // From here on, and not before, it waits for copies to end.
+        for (Held& held : ready) AddClosing(std::move(held.close));
+      }
+      if (!closings_.empty() &&
+          (active_ == 0 || absl::Now() - closings_.front().since > kPatience))
+        now.swap(closings_);
     }
-    if (again) absl::SleepFor(kRetry);
+    for (Closing& closing : now) closing.close();
+    if (now.empty()) continue;
+    absl::MutexLock lock(&mutex_);
+    closed_ = now.back().number;
   }
 }
 

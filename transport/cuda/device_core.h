@@ -94,6 +94,11 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
     Lane* lane_;
   };
   absl::StatusOr<LaneLease> TakeLane();
+  // Several, all at once: who waited for a second one while it held a first
+  // could wait for others that do the same. REQUIRES: count <= options().lanes.
+  // Both: DEADLINE_EXCEEDED (DEVICE_BUSY) when there are none for a stall
+  // deadline. It is not stalled: who has them would have said so.
+  absl::StatusOr<std::vector<LaneLease>> TakeLanes(int count);
   // At least so many bytes of scratch on each side. RESOURCE_EXHAUSTED
   // (NO_DEVICE_MEMORY).
   absl::Status Reserve(Lane* lane, int64_t host_bytes, int64_t device_bytes);
@@ -108,10 +113,16 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // ---- What waits for the whole GPU ----
 
   // Calls `close` on a thread of its own, when no copy is under way or after a
-  // while, again and again until it returns true.
-  void Later(std::function<bool()> close);
-  // Waits for everything given to Later; what is not done by then never is.
-  void Drain(absl::Duration deadline);
+  // while.
+  void Later(std::function<void()> close);
+  // As Later, from when `ready` has returned true: it is asked again and again,
+  // on that thread, and must be quick. Until then it holds up nobody.
+  void LaterWhen(std::function<bool()> ready, std::function<void()> close);
+  // Waits for what was given to Later until now, and not for what others hold.
+  // False: it is not done yet, and will be.
+  bool Drain(absl::Duration deadline);
+  // For an end: waits for everything; what is not done by then never is.
+  void Finish(absl::Duration deadline);
 
   int64_t scratch_bytes() const { return scratch_bytes_; }
 
@@ -123,12 +134,19 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
     std::weak_ptr<const void> owner;
   };
   struct Closing {
-    std::function<bool()> close;
+    std::function<void()> close;
     absl::Time since;
+    uint64_t number;
+  };
+  struct Held {
+    std::function<bool()> ready;
+    std::function<void()> close;
   };
 
   DeviceCore(const DeviceInfo& device, const Options& options);
   void GiveBack(Lane* lane);
+  void AddClosing(std::function<void()> close)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status WaitUntil(const std::function<int()>& query, const char* what);
   void Fail(const absl::Status& status);
   void Close();
@@ -143,8 +161,15 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   std::list<Lane> lanes_ ABSL_GUARDED_BY(mutex_);
   std::vector<Lane*> free_lanes_ ABSL_GUARDED_BY(mutex_);
   int active_ ABSL_GUARDED_BY(mutex_) = 0;
+  // In the order of their numbers; all up to closed_ have been closed.
   std::list<Closing> closings_ ABSL_GUARDED_BY(mutex_);
-  bool closing_now_ ABSL_GUARDED_BY(mutex_) = false;
+  uint64_t given_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t closed_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Not ready yet, and how many there are, with those that are being asked.
+  std::list<Held> held_ ABSL_GUARDED_BY(mutex_);
+  int held_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool ask_ ABSL_GUARDED_BY(mutex_) = false;  // there is a new one
+  bool given_up_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread closer_;
 };

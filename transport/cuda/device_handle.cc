@@ -104,6 +104,8 @@ absl::Status DeviceExporter::CheckStillThere(const DeviceHandle& handle) {
   const absl::StatusOr<uint64_t> id =
       (*driver)->BufferId(reinterpret_cast<const void*>(handle.base));
   if (id.ok() && *id == handle.buffer_id) return absl::OkStatus();
+  if (!id.ok() && ReasonOf(id.status()) != "NOT_DEVICE_MEMORY")
+    return id.status();
   return MakeError(
       absl::StatusCode::kFailedPrecondition, "ALLOCATION_FREED",
       absl::StrCat(

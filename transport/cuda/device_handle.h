@@ -36,8 +36,8 @@ class DeviceExporter {
                                        int64_t bytes) const;
 
   // Whether the allocation that `handle` describes is still what stands at its
-  // address. FAILED_PRECONDITION (ALLOCATION_FREED). For the exporter, before
-  // it publishes again.
+  // address. FAILED_PRECONDITION (ALLOCATION_FREED), and the errors of
+  // DriverApi. For the exporter, before it publishes again.
   static absl::Status CheckStillThere(const DeviceHandle& handle);
 
  private:

@@ -34,7 +34,13 @@ absl::Status Find(const char* symbol, unsigned version, void** function) {
   return absl::OkStatus();
 }
 
-absl::Status NotDeviceMemory(const void* pointer, CUresult result) {
+// Of a question about `pointer`.
+absl::Status DriverError(const void* pointer, CUresult result,
+                         const char* call) {
+  // Anything else says nothing of the pointer. The runtime has the numbers of
+  // the driver.
+  if (result != CUDA_ERROR_INVALID_VALUE && result != CUDA_ERROR_NOT_FOUND)
+    return CheckCuda(static_cast<cudaError_t>(result), call);
   return MakeError(
       absl::StatusCode::kInvalidArgument, "NOT_DEVICE_MEMORY",
       absl::StrCat(absl::Hex(reinterpret_cast<uintptr_t>(pointer)),
@@ -69,7 +75,8 @@ absl::Status DriverApi::AddressRange(const void* pointer, uint64_t* base,
   size_t size = 0;
   const CUresult result = reinterpret_cast<AddressRangeFunction>(
       address_range_)(&found, &size, reinterpret_cast<CUdeviceptr>(pointer));
-  if (result != CUDA_SUCCESS) return NotDeviceMemory(pointer, result);
+  if (result != CUDA_SUCCESS)
+    return DriverError(pointer, result, "cuMemGetAddressRange");
   *base = found;
   *bytes = static_cast<int64_t>(size);
   return absl::OkStatus();
@@ -80,7 +87,8 @@ absl::StatusOr<uint64_t> DriverApi::BufferId(const void* pointer) const {
   const CUresult result = reinterpret_cast<PointerAttributeFunction>(
       pointer_attribute_)(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID,
                           reinterpret_cast<CUdeviceptr>(pointer));
-  if (result != CUDA_SUCCESS) return NotDeviceMemory(pointer, result);
+  if (result != CUDA_SUCCESS)
+    return DriverError(pointer, result, "cuPointerGetAttribute");
   return uint64_t{id};
 }
 
@@ -90,7 +98,8 @@ absl::StatusOr<bool> DriverApi::HasIpcHandle(const void* pointer) const {
       reinterpret_cast<PointerAttributeFunction>(pointer_attribute_)(
           &capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
           reinterpret_cast<CUdeviceptr>(pointer));
-  if (result != CUDA_SUCCESS) return NotDeviceMemory(pointer, result);
+  if (result != CUDA_SUCCESS)
+    return DriverError(pointer, result, "cuPointerGetAttribute");
   return capable != 0;
 }
 

@@ -15,12 +15,14 @@ namespace cuda {
 
 class DriverApi {
  public:
-  // The allocation that an address of this process lies in. INVALID_ARGUMENT
-  // (NOT_DEVICE_MEMORY).
+  // All: INVALID_ARGUMENT (NOT_DEVICE_MEMORY), and the errors of CheckCuda
+  // where the driver says nothing of the address: its context is lost, perhaps.
+
+  // The allocation that an address of this process lies in.
   absl::Status AddressRange(const void* pointer, uint64_t* base,
                             int64_t* bytes) const;
   // Another number for each allocation of this process, also at an address that
-  // had one before. INVALID_ARGUMENT (NOT_DEVICE_MEMORY).
+  // had one before.
   absl::StatusOr<uint64_t> BufferId(const void* pointer) const;
   // Whether the allocation has a handle of cudaIpcGetMemHandle: those of
   // cuMemCreate (PyTorch's expandable segments) and imported ones have none.

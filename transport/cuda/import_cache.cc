@@ -83,7 +83,7 @@ absl::Status ImportCache::Probe(const DeviceHandle& handle) {
   }
   if (status.ok()) status = core_->Wait(*lane->get());
   if (status.ok()) memcpy(found.data(), (*lane)->host, found.size());
-  core_->Later([pointer] { return cudaIpcCloseMemHandle(pointer), true; });
+  core_->Later([pointer] { cudaIpcCloseMemHandle(pointer); });
   if (!status.ok()) return status;
   if (found != handle.nonce) {
     return MakeError(
@@ -115,8 +115,9 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
   }
   status = core_->Use();
   if (!status.ok()) return status;
-  const Key key(handle.exporter.pid, handle.exporter.start_time,
+  const Key key(handle.ipc, handle.exporter.pid, handle.exporter.start_time,
                 handle.exporter.pid_namespace, handle.base, handle.buffer_id);
+  const Probed probe = {handle.exporter, handle.probe_ipc, handle.nonce};
   // Held while it is opened: two that come at once share one.
   absl::MutexLock lock(&mutex_);
   if (std::shared_ptr<const ImportedAllocation> found = open_[key].lock()) {
@@ -127,15 +128,14 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
     }
     return found;
   }
-  if (std::find(probed_.begin(), probed_.end(), handle.exporter) ==
-      probed_.end()) {
+  if (std::find(probed_.begin(), probed_.end(), probe) == probed_.end()) {
     status = Probe(handle);
     if (!status.ok()) {
       open_.erase(key);
       return status;
     }
     if (probed_.size() >= kMaxProbed) probed_.erase(probed_.begin());
-    probed_.push_back(handle.exporter);
+    probed_.push_back(probe);
   }
   void* pointer = nullptr;
   status = Open(handle.ipc, handle, &pointer);
@@ -155,7 +155,7 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
     status = TooShort(handle, room);
   }
   if (!status.ok()) {
-    core_->Later([pointer] { return cudaIpcCloseMemHandle(pointer), true; });
+    core_->Later([pointer] { cudaIpcCloseMemHandle(pointer); });
     open_.erase(key);
     return status;
   }
@@ -169,7 +169,6 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> ImportCache::Acquire(
           const absl::Status status = CheckCuda(cudaIpcCloseMemHandle(pointer),
                                                 "cudaIpcCloseMemHandle");
           if (!status.ok()) LOG(WARNING) << status;
-          return true;
         });
         delete closed;
       });

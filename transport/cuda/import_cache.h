@@ -2,6 +2,7 @@
 #ifndef WEIGHTSYNC_TRANSPORT_CUDA_IMPORT_CACHE_H_
 #define WEIGHTSYNC_TRANSPORT_CUDA_IMPORT_CACHE_H_
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -34,8 +35,8 @@ class ImportCache {
   explicit ImportCache(std::shared_ptr<DeviceCore> core)
       : core_(std::move(core)) {}
 
-  // The same for equal handles, as long as somebody holds it. The first of a
-  // process is opened after its probe has been read. `writable`: from now
+  // The same for equal handles, as long as somebody holds it. The first of an
+  // exporter is opened after its probe has been read. `writable`: from now
   // on copies may write to it.
   //   NOT_FOUND            DEVICE_NOT_VISIBLE: of another GPU; says which is
   //                        here
@@ -51,9 +52,22 @@ class ImportCache {
   int size() const;
 
  private:
-  // Process, device, address and buffer: another allocation at an address that
-  // had one before is another.
-  using Key = std::tuple<int64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+  // What CUDA calls it first of all, because only that cannot be another's: in
+  // two containers two processes may have one pid, and allocations at one
+  // address. Then process, address and buffer: another allocation at an
+  // address that had one before is another.
+  using Key = std::tuple<std::array<char, 64>, int64_t, uint64_t, uint64_t,
+                         uint64_t, uint64_t>;
+  // Who was probed, and with what: a pid alone is a client's word.
+  struct Probed {
+    ProcessIdentity exporter;
+    std::array<char, 64> ipc;
+    std::array<char, 16> nonce;
+
+    friend bool operator==(const Probed& a, const Probed& b) {
+      return a.exporter == b.exporter && a.ipc == b.ipc && a.nonce == b.nonce;
+    }
+  };
 
   absl::Status Probe(const DeviceHandle& handle);
   absl::Status Open(const std::array<char, 64>& ipc, const DeviceHandle& handle,
@@ -63,7 +77,7 @@ class ImportCache {
   mutable absl::Mutex mutex_;
   std::map<Key, std::weak_ptr<const ImportedAllocation>> open_
       ABSL_GUARDED_BY(mutex_);
-  std::vector<ProcessIdentity> probed_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Probed> probed_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace cuda

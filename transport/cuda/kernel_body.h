@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "transport/cuda/cast_definition.h"
+#include "transport/cast_definition.h"
 #include "transport/cuda/kernels.h"
 #include "transport/digest_definition.h"
 
@@ -190,7 +190,8 @@ WEIGHTSYNC_HOST_DEVICE inline T Load(const char* from, bool unaligned) {
   return value;
 }
 
-// Reads what becomes one vector of the destination. `element`: in the copy.
+// Reads what becomes one vector of the destination. `element`: in the whole
+// tensor.
 template <int kBytes>
 WEIGHTSYNC_HOST_DEVICE inline Vector<kBytes> LoadCast(const DeviceCopy& copy,
                                                       const char* src,
@@ -216,6 +217,7 @@ WEIGHTSYNC_HOST_DEVICE inline Vector<kBytes> LoadCast(const DeviceCopy& copy,
     case DeviceCast::kBF16ToF8E4M3: {
       int64_t row = element / copy.scale_columns;
       int64_t column = element - row * copy.scale_columns;
+      row -= copy.scale_row;
       float scale = 0;
       WEIGHTSYNC_ROLLED
       for (int i = 0; i < kBytes; ++i, ++column) {
@@ -225,7 +227,7 @@ WEIGHTSYNC_HOST_DEVICE inline Vector<kBytes> LoadCast(const DeviceCopy& copy,
         }
         if (i == 0 || column % kScaleBlock == 0) {
           scale = copy.scales[row / kScaleBlock * copy.scale_stride +
-                              column / kScaleBlock];
+                              (column - copy.scale_column) / kScaleBlock];
         }
         out.bytes[i] =
             BF16ToE4M3(Load<uint16_t>(src + 2 * i, unaligned), scale);
@@ -303,8 +305,7 @@ WEIGHTSYNC_HOST_DEVICE inline void CopyVectors(const DeviceCopy& copy,
     if (copy.src == nullptr) {
       vector = Vector<kBytes>();
     } else if (kCast) {
-      vector = LoadCast<kBytes>(copy, copy.src + place.src,
-                                at / copy.dst_element_bytes);
+      vector = LoadCast<kBytes>(copy, copy.src + place.src, place.element);
     } else {
       vector = Load<Vector<kBytes>>(copy.src + place.src, copy.unaligned != 0);
     }
@@ -403,7 +404,9 @@ WEIGHTSYNC_HOST_DEVICE inline uint32_t BlockLargest(const ScaleLaunch& launch,
     const int64_t column = i % kScaleBlock;
     if (column >= columns) continue;
     const uint16_t value =
-        box.src[(row0 + i / kScaleBlock) * box.row_stride + column0 + column];
+        Load<uint16_t>(box.src + (row0 + i / kScaleBlock) * box.row_stride +
+                           (column0 + column) * box.column_stride,
+                       box.unaligned != 0);
     const uint32_t bits = static_cast<uint32_t>(value & 0x7fffu) << 16;
     if (bits > largest) largest = bits;
   }

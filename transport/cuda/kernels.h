@@ -42,9 +42,11 @@ struct DeviceCopy {
   // cut at multiples of their size from there. Both are dense.
   int64_t place;
   int64_t bytes;          // of the destination
-  const float* scales;    // kBF16ToF8E4M3: of the box's first block
-  int64_t scale_columns;  // elements in a row of the box
-  int64_t scale_stride;   // scales from one row of blocks to the next
+  const float* scales;    // kBF16ToF8E4M3: of the first block
+  int64_t scale_columns;  // elements in a row of the whole matrix
+  int64_t scale_row;      // where the first block begins in it
+  int64_t scale_column;
+  int64_t scale_stride;  // scales from one row of blocks to the next
   int32_t src_element_bytes;
   int32_t dst_element_bytes;
   int32_t vector_bytes;  // of the destination, that a thread moves at a time:
@@ -75,11 +77,12 @@ struct CopyLaunch {
 
 // The scales of one box of bf16 that becomes E4M3.
 struct DeviceScale {
-  const uint16_t* src;
+  const char* src;
   int64_t rows, columns;
-  int64_t row_stride;  // elements
+  int64_t row_stride, column_stride;  // bytes
   float* scales;
   int64_t scale_stride;
+  int32_t unaligned;  // 1: elements are read byte by byte
 };
 
 // A block of 128 x 128 elements of one box.

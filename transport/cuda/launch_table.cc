@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
-#include "transport/cuda/cast_definition.h"
+#include "transport/cast_definition.h"
 #include "transport/digest_definition.h"
 #include "transport/error.h"
 
@@ -15,17 +17,26 @@ namespace {
 
 static_assert(kMaxDims == kMaxCopyDims, "one limit");
 
-int32_t SourceBytes(DeviceCast cast, int32_t element_bytes) {
+using BlocksKey = std::tuple<const char*, int64_t, int64_t, int64_t, int64_t>;
+// Where in the table of scales they begin.
+using BlocksKnown = std::map<BlocksKey, int64_t>;
+
+// Stands for the table of scales until it has an address: as aligned as that.
+constexpr int64_t kNoTable = 4096;
+
+DeviceCast CastOf(CopyCast cast) {
   switch (cast) {
-    case DeviceCast::kNone:
-      return element_bytes;
-    case DeviceCast::kF32ToBF16:
-    case DeviceCast::kF32ToF16:
-      return 4;
-    case DeviceCast::kBF16ToF8E4M3:
-      return 2;
+    case CopyCast::kF32ToBF16:
+      return DeviceCast::kF32ToBF16;
+    case CopyCast::kF32ToF16:
+      return DeviceCast::kF32ToF16;
+    case CopyCast::kBF16ToF8E4M3:
+      return DeviceCast::kBF16ToF8E4M3;
+    case CopyCast::kNone:
+    case CopyCast::kBF16BlockScale:
+      break;
   }
-  return element_bytes;
+  return DeviceCast::kNone;
 }
 
 // Vectors of the destination are the largest power of two, up to 16, that
@@ -53,7 +64,7 @@ void ChooseVector(DeviceCopy* copy) {
   copy->vector_bytes = copy->unaligned ? copy->dst_element_bytes : vector;
 }
 
-DeviceCopy FromTask(const CopyTask& task, const CastSpec& cast) {
+DeviceCopy FromTask(const CopyTask& task) {
   DeviceCopy copy = {};
   copy.src = task.src;
   copy.dst = task.dst;
@@ -61,12 +72,13 @@ DeviceCopy FromTask(const CopyTask& task, const CastSpec& cast) {
   copy.first_element = task.first_element;
   copy.bytes = task.bytes();
   copy.dst_element_bytes = task.element_bytes;
-  copy.src_element_bytes = SourceBytes(cast.cast, task.element_bytes);
+  copy.src_element_bytes = task.src_element_bytes();
   copy.ordinal = task.ordinal;
-  copy.cast = cast.cast;
-  copy.scales = cast.scales;
-  copy.scale_columns = cast.scale_columns;
-  copy.scale_stride = cast.scale_stride;
+  copy.cast = CastOf(task.cast);
+  copy.scale_columns = task.blocks.matrix_columns;
+  copy.scale_row = task.blocks.first_row;
+  copy.scale_column = task.blocks.first_column;
+  copy.scale_stride = task.blocks.block_columns();
   copy.dim_count = static_cast<int32_t>(task.dims.size());
   for (int i = 0; i < copy.dim_count; ++i) {
     const CopyDim& dim = task.dims[i];
@@ -94,20 +106,95 @@ absl::Status Add(DeviceCopy copy, LaunchTable* table) {
   return absl::OkStatus();
 }
 
+// `copy` is of `task`, and goes to the table next. Blocks that several tasks
+// have are computed once.
+absl::Status AddBlocks(const CopyTask& task, BlocksKnown* known,
+                       DeviceCopy* copy, LaunchTable* table) {
+  if (!task.has_blocks() || task.bytes() == 0) return absl::OkStatus();
+  const CopyBlocks& blocks = task.blocks;
+  const int64_t rows = blocks.block_rows(), columns = blocks.block_columns();
+  const auto found = known->emplace(
+      BlocksKey{blocks.src, blocks.row_stride, blocks.column_stride,
+                blocks.rows, blocks.columns},
+      table->scale_count);
+  const int64_t first = found.first->second;
+  if (found.second) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (columns > kMost / rows ||
+        table->scale_count + rows * columns > kMost / 4) {
+      return MakeError(absl::StatusCode::kResourceExhausted, "TOO_MANY_COPIES",
+                       "too many blocks at once; split the copy");
+    }
+    DeviceScale scale = {};
+    scale.src = blocks.src;
+    scale.rows = blocks.rows;
+    scale.columns = blocks.columns;
+    scale.row_stride = blocks.row_stride;
+    scale.column_stride = blocks.column_stride;
+    scale.scale_stride = columns;
+    scale.unaligned = (reinterpret_cast<uint64_t>(blocks.src) |
+                       static_cast<uint64_t>(blocks.row_stride) |
+                       static_cast<uint64_t>(blocks.column_stride)) %
+                                  2 !=
+                              0
+                          ? 1
+                          : 0;
+    const int32_t index = static_cast<int32_t>(table->scales.size());
+    table->scale_uses.push_back({true, table->scales.size(), first});
+    table->scales.push_back(scale);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t column = 0; column < columns; ++column) {
+        table->scale_units.push_back(
+            {index, static_cast<int32_t>(row), static_cast<int32_t>(column)});
+      }
+    }
+    // The next table begins as aligned as this one.
+    table->scale_count += (rows * columns + 3) / 4 * 4;
+  }
+  int64_t at = first;
+  if (task.cast == CopyCast::kBF16BlockScale) {
+    at += (task.src - blocks.src) / 4;
+    // For the choice of vectors.
+    copy->src = reinterpret_cast<const char*>(kNoTable + at * 4);
+  }
+  table->scale_uses.push_back({false, table->copies.size(), at});
+  return absl::OkStatus();
+}
+
+absl::Status AddTask(const CopyTask& task, DeviceCopy copy, BlocksKnown* known,
+                     LaunchTable* table) {
+  const absl::Status status = AddBlocks(task, known, &copy, table);
+  return status.ok() ? Add(copy, table) : status;
+}
+
 }  // namespace
 
-absl::Status AddTasks(absl::Span<const CopyTask> tasks,
-                      absl::Span<const CastSpec> casts, LaunchTable* table) {
-  for (size_t i = 0; i < tasks.size(); ++i) {
-    const absl::Status status =
-        Add(FromTask(tasks[i], casts.empty() ? CastSpec() : casts[i]), table);
+absl::Status AddTasks(absl::Span<const CopyTask> tasks, LaunchTable* table) {
+  BlocksKnown known;
+  for (const CopyTask& task : tasks) {
+    const absl::Status status = AddTask(task, FromTask(task), &known, table);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();
 }
 
-absl::Status AddPack(const PackRequest& request,
-                     absl::Span<const CastSpec> casts, LaunchTable* table) {
+void PlaceScales(float* floats, LaunchTable* table) {
+  for (const LaunchTable::ScaleUse& use : table->scale_uses) {
+    if (use.by_scale) {
+      table->scales[use.index].scales = floats + use.first;
+      continue;
+    }
+    DeviceCopy& copy = table->copies[use.index];
+    if (copy.cast == DeviceCast::kBF16ToF8E4M3) {
+      copy.scales = floats + use.first;
+    } else {
+      copy.src = reinterpret_cast<const char*>(floats + use.first);
+    }
+  }
+}
+
+absl::Status AddPack(const PackRequest& request, LaunchTable* table) {
+  BlocksKnown known;
   table->frame_bytes = request.frame_bytes;
   table->frames =
       (request.bucket_bytes + request.frame_bytes - 1) / request.frame_bytes;
@@ -129,8 +216,7 @@ absl::Status AddPack(const PackRequest& request,
     const PackPiece& piece = request.pieces[i];
     absl::Status status = fill(piece.offset);
     if (!status.ok()) return status;
-    DeviceCopy copy =
-        FromTask(piece.copy, casts.empty() ? CastSpec() : casts[i]);
+    DeviceCopy copy = FromTask(piece.copy);
     copy.dst = request.bucket + piece.offset;
     copy.place = piece.offset;
     int64_t stride = piece.copy.run_bytes;
@@ -138,7 +224,7 @@ absl::Status AddPack(const PackRequest& request,
       copy.dims[d].dst_stride = stride;
       stride *= copy.dims[d].extent;
     }
-    status = Add(copy, table);
+    status = AddTask(piece.copy, copy, &known, table);
     if (!status.ok()) return status;
     end = piece.offset + copy.bytes;
   }
@@ -167,17 +253,6 @@ absl::Status CheckPack(const PackRequest& request) {
     end = piece.offset + piece.copy.bytes();
   }
   return absl::OkStatus();
-}
-
-void AddScale(const DeviceScale& scale, ScaleTable* table) {
-  const int32_t index = static_cast<int32_t>(table->scales.size());
-  table->scales.push_back(scale);
-  for (int64_t row = 0; row * kScaleBlock < scale.rows; ++row) {
-    for (int64_t column = 0; column * kScaleBlock < scale.columns; ++column) {
-      table->units.push_back(
-          {index, static_cast<int32_t>(row), static_cast<int32_t>(column)});
-    }
-  }
 }
 
 std::vector<int16_t> InnerKeys() {

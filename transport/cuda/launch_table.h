@@ -20,36 +20,33 @@ struct LaunchTable {
   int64_t unit_bytes = kUnitBytes;
   int64_t frame_bytes = 0;
   int64_t frames = 1;
+
+  // What is computed before: the scales of the copies' blocks, one table of
+  // floats for all of them. It has no address yet (PlaceScales).
+  std::vector<DeviceScale> scales;
+  std::vector<ScaleUnit> scale_units;
+  int64_t scale_count = 0;
+  struct ScaleUse {
+    bool by_scale;  // an entry of `scales` writes; otherwise a copy reads
+    size_t index;
+    int64_t first;  // float, of the table
+  };
+  std::vector<ScaleUse> scale_uses;
 };
 
-// What a cast needs beside the copy's task, whose run_bytes, element_bytes and
-// dst strides are those of the destination; its src strides are the source's.
-struct CastSpec {
-  DeviceCast cast = DeviceCast::kNone;
-  const float* scales = nullptr;
-  int64_t scale_columns = 0;
-  int64_t scale_stride = 0;
-};
+// The kernel's copies of valid tasks (CopyTask::Validate). RESOURCE_EXHAUSTED
+// (TOO_MANY_COPIES) beyond 2^31 units.
+absl::Status AddTasks(absl::Span<const CopyTask> tasks, LaunchTable* table);
 
-// The kernel's copies of valid tasks (CopyTask::Validate). `casts`: none, or
-// one for each task. RESOURCE_EXHAUSTED (TOO_MANY_COPIES) beyond 2^31 units.
-absl::Status AddTasks(absl::Span<const CopyTask> tasks,
-                      absl::Span<const CastSpec> casts, LaunchTable* table);
+// The pieces of one bucket, and zeros between them, with frames. REQUIRES:
+// CheckPack(request) is OK.
+absl::Status AddPack(const PackRequest& request, LaunchTable* table);
 
-// The pieces of one bucket, and zeros between them, with frames. `casts` as
-// above. REQUIRES: CheckPack(request) is OK.
-absl::Status AddPack(const PackRequest& request,
-                     absl::Span<const CastSpec> casts, LaunchTable* table);
+// The scales shall lie at `floats`, scale_count of them, aligned to 16 bytes.
+void PlaceScales(float* floats, LaunchTable* table);
 
 // INVALID_ARGUMENT (BAD_COPY), as the host's engine says it.
 absl::Status CheckPack(const PackRequest& request);
-
-// The scales of bf16 boxes.
-struct ScaleTable {
-  std::vector<DeviceScale> scales;
-  std::vector<ScaleUnit> units;
-};
-void AddScale(const DeviceScale& scale, ScaleTable* table);
 
 // DigestInnerKey(lane, i) at [lane * 64 + i].
 std::vector<int16_t> InnerKeys();

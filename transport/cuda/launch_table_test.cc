@@ -101,7 +101,7 @@ TEST(CopyKernel, StridedCopiesOfEveryKindAreWhatTheHostDoes) {
     Digest want_digest;
     ASSERT_TRUE(pool.Copy({host}, {}, &want_digest).ok());
     LaunchTable table;
-    ASSERT_TRUE(AddTasks({task}, {}, &table).ok());
+    ASSERT_TRUE(AddTasks({task}, &table).ok());
     const std::vector<Digest> digests =
         RunCopy(table, round % 3 == 0 ? kBlockThreads : 64);
     ASSERT_TRUE(got == want) << round;
@@ -135,7 +135,7 @@ TEST(CopyKernel, PacksAsTheHostDoes) {
     request.bucket = &got[0];
     ASSERT_TRUE(CheckPack(request).ok());
     LaunchTable table;
-    ASSERT_TRUE(AddPack(request, {}, &table).ok());
+    ASSERT_TRUE(AddPack(request, &table).ok());
     EXPECT_EQ(RunCopy(table, kBlockThreads), result.frames) << round;
     ASSERT_TRUE(got == want) << round;
   }
@@ -293,10 +293,10 @@ TEST(Cast, BF16IsTheNearest) {
 TEST(Cast, OnTheWayOfAStridedCopy) {
   std::mt19937 random(11);
   for (const auto& [cast, unaligned] :
-       std::vector<std::pair<DeviceCast, int>>{{DeviceCast::kF32ToBF16, 0},
-                                               {DeviceCast::kF32ToF16, 0},
-                                               {DeviceCast::kF32ToBF16, 2},
-                                               {DeviceCast::kF32ToF16, 1}}) {
+       std::vector<std::pair<CopyCast, int>>{{CopyCast::kF32ToBF16, 0},
+                                             {CopyCast::kF32ToF16, 0},
+                                             {CopyCast::kF32ToBF16, 2},
+                                             {CopyCast::kF32ToF16, 1}}) {
     // 50 rows of 333 of a tensor of 400 columns.
     std::string source(50 * 400 * 4 + 8, '\0');
     std::vector<float> values(50 * 400);
@@ -311,16 +311,15 @@ TEST(Cast, OnTheWayOfAStridedCopy) {
     task.run_bytes = 333 * 2;
     task.ordinal = 4;
     task.dims.push_back({50, 333 * 2, 400 * 4, 400});
-    CastSpec spec;
-    spec.cast = cast;
+    task.cast = cast;
     LaunchTable table;
-    ASSERT_TRUE(AddTasks({task}, {spec}, &table).ok());
+    ASSERT_TRUE(AddTasks({task}, &table).ok());
     const std::vector<Digest> digests = RunCopy(table, kBlockThreads);
     Digest want;
     for (int row = 0; row < 50; ++row) {
       for (int column = 0; column < 333; ++column) {
         const uint32_t bits = FloatBits(values[row * 400 + column]);
-        ASSERT_EQ(got[row * 333 + column], cast == DeviceCast::kF32ToBF16
+        ASSERT_EQ(got[row * 333 + column], cast == CopyCast::kF32ToBF16
                                                ? FloatToBF16(bits)
                                                : FloatToF16(bits));
       }
@@ -341,46 +340,49 @@ TEST(Cast, E4M3WithBlockScales) {
   for (int row = 128; row < 256; ++row)
     for (int column = 0; column < 128; ++column)
       source[row * kStride + column] = 0;
-  // Scales: 3 x 2 blocks in rows of 5.
-  std::vector<float> scales(3 * 5, 0.0f);
-  ScaleTable scale_table;
-  AddScale({source.data(), kRows, kColumns, kStride, scales.data(), 5},
-           &scale_table);
-  ASSERT_EQ(scale_table.units.size(), 6u);
-  ScaleLaunch launch = {scale_table.scales.data(), scale_table.units.data(), 6};
-  for (int64_t unit = 0; unit < 6; ++unit) {
-    uint32_t largest = 0;
-    float* scale = nullptr;
-    for (uint32_t thread = 0; thread < kBlockThreads; ++thread) {
-      largest = std::max(
-          largest, BlockLargest(launch, unit, thread, kBlockThreads, &scale));
-    }
-    *scale = BlockScale(largest);
-  }
-  for (const bool dense : {false, true}) {
-    std::vector<uint16_t> compact;
-    if (dense) {
-      for (int row = 0; row < kRows; ++row)
-        compact.insert(compact.end(), &source[row * kStride],
-                       &source[row * kStride] + kColumns);
+  for (const auto& [dense, unaligned] : std::vector<std::pair<bool, int>>{
+           {false, 0}, {true, 0}, {false, 1}, {true, 1}}) {
+    const int64_t stride = dense ? kColumns : kStride;
+    std::string memory(static_cast<size_t>(unaligned), '\0');
+    for (int row = 0; row < kRows; ++row) {
+      memory.append(
+          reinterpret_cast<const char*>(&source[row * kStride]),
+          static_cast<size_t>(row + 1 == kRows ? kColumns : stride) * 2);
     }
     std::vector<uint8_t> got(kRows * kColumns);
-    CopyTask task =
-        MakeBoxCopy({kRows, kColumns}, 1, reinterpret_cast<char*>(got.data()),
-                    {kColumns, 1}, nullptr, {kColumns, 1}, absl::nullopt);
-    task.src =
-        reinterpret_cast<const char*>(dense ? compact.data() : source.data());
-    if (!dense) {
-      task.run_bytes = kColumns;
-      task.dims = {{kRows, kColumns, kStride * 2, kColumns}};
-    }
-    CastSpec spec;
-    spec.cast = DeviceCast::kBF16ToF8E4M3;
-    spec.scales = scales.data();
-    spec.scale_columns = kColumns;
-    spec.scale_stride = 5;
+    std::vector<float> scales(6, -1.0f);
+    CopyTask task = MakeBoxCopy(
+        {kRows, kColumns}, 1, reinterpret_cast<char*>(got.data()),
+        {kColumns, 1}, memory.data() + unaligned, {stride, 1},
+        GlobalBox{0, {kRows, kColumns}, {0, 0}}, CopyCast::kBF16ToF8E4M3);
+    task.blocks.src = task.src;
+    task.blocks.row_stride = stride * 2;
+    task.blocks.column_stride = 2;
+    task.blocks.rows = kRows;
+    task.blocks.columns = task.blocks.matrix_columns = kColumns;
+    CopyTask of_scales =
+        MakeBoxCopy({3, 2}, 4, reinterpret_cast<char*>(scales.data()), {2, 1},
+                    task.src, {2, 1}, absl::nullopt, CopyCast::kBF16BlockScale);
+    of_scales.blocks = task.blocks;
     LaunchTable table;
-    ASSERT_TRUE(AddTasks({task}, {spec}, &table).ok());
+    ASSERT_TRUE(task.Validate().ok()) << task.Validate();
+    ASSERT_TRUE(of_scales.Validate().ok());
+    ASSERT_TRUE(AddTasks({task, of_scales}, &table).ok());
+    // Of the same blocks: computed once.
+    ASSERT_EQ(table.scale_units.size(), 6u);
+    std::vector<float> floats(static_cast<size_t>(table.scale_count), 0.0f);
+    PlaceScales(floats.data(), &table);
+    const ScaleLaunch launch = {table.scales.data(), table.scale_units.data(),
+                                6};
+    for (int64_t unit = 0; unit < 6; ++unit) {
+      uint32_t largest = 0;
+      float* scale = nullptr;
+      for (uint32_t thread = 0; thread < kBlockThreads; ++thread) {
+        largest = std::max(
+            largest, BlockLargest(launch, unit, thread, kBlockThreads, &scale));
+      }
+      *scale = BlockScale(largest);
+    }
     RunCopy(table, kBlockThreads);
     for (int row = 0; row < kRows; ++row) {
       for (int column = 0; column < kColumns; ++column) {
@@ -391,7 +393,7 @@ TEST(Cast, E4M3WithBlockScales) {
             largest = std::max(largest,
                                std::fabs(BF16ToFloat(source[r * kStride + c])));
         const float scale = largest / 448.0f;
-        ASSERT_EQ(scales[row / 128 * 5 + column / 128], scale);
+        ASSERT_EQ(scales[row / 128 * 2 + column / 128], scale);
         const float value = BF16ToFloat(source[row * kStride + column]);
         const uint8_t want =
             scale == 0 ? 0 : FloatToE4M3(FloatBits(value / scale));

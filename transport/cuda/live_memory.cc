@@ -46,17 +46,26 @@ CopyTask FromDense(const CopyTask& task, const char* dense) {
 // An arena of the daemon's, for as long as it is mapped.
 class LiveMemory::PinnedSegment final : public Segment {
  public:
-  PinnedSegment(std::shared_ptr<ProcessGpu> gpu, std::unique_ptr<Segment> base)
-      : gpu_(std::move(gpu)), base_(std::move(base)) {
+  PinnedSegment(LiveMemory* memory, std::shared_ptr<ProcessGpu> gpu,
+                std::unique_ptr<Segment> base)
+      : memory_(memory), gpu_(std::move(gpu)), base_(std::move(base)) {
     const absl::Status status =
         gpu_->Pin(base_->data(), base_->bytes(), !base_->writable());
     pinned_ = status.ok();
     LOG_IF(WARNING, !pinned_)
         << "memory of the daemon cannot be pinned, and copies from it to "
         << gpu_->uuid() << " will be slower: " << status;
+    if (!pinned_) return;
+    absl::MutexLock lock(&memory_->imported_mutex_);
+    memory_->pinned_[base_->data()] = base_->bytes();
   }
   ~PinnedSegment() override {
-    if (pinned_) gpu_->Unpin(base_->data());
+    if (!pinned_) return;
+    {
+      absl::MutexLock lock(&memory_->imported_mutex_);
+      memory_->pinned_.erase(base_->data());
+    }
+    gpu_->Unpin(base_->data());
   }
 
   MemoryKind kind() const override { return base_->kind(); }
@@ -73,6 +82,7 @@ class LiveMemory::PinnedSegment final : public Segment {
   }
 
  private:
+  LiveMemory* const memory_;
   const std::shared_ptr<ProcessGpu> gpu_;
   const std::unique_ptr<Segment> base_;
   bool pinned_ = false;
@@ -127,7 +137,7 @@ class LiveMemory::DeviceSegment final : public Segment {
 LiveMemory::~LiveMemory() {
   absl::MutexLock lock(&buffer_mutex_);
   if (buffer_ == nullptr) return;
-  if (buffer_pinned_) gpus_[0]->Unpin(buffer_);
+  gpus_[0]->Unpin(buffer_);
   munmap(buffer_, kBufferBytes);
 }
 
@@ -213,7 +223,15 @@ absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::Import(
   // Pinned memory is portable: by one GPU for all.
   if (!base.ok() || gpus_.empty()) return base;
   return std::unique_ptr<Segment>(
-      std::make_unique<PinnedSegment>(gpus_[0], *std::move(base)));
+      std::make_unique<PinnedSegment>(this, gpus_[0], *std::move(base)));
+}
+
+bool LiveMemory::IsPinned(const char* data, int64_t bytes) const {
+  absl::MutexLock lock(&imported_mutex_);
+  auto range = pinned_.upper_bound(data);
+  if (range == pinned_.begin()) return false;
+  --range;
+  return data - range->first <= range->second - bytes;
 }
 
 absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
@@ -231,8 +249,21 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
       here.push_back(task);
       continue;
     }
+    if (task.cast != CopyCast::kNone) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                       "GPU memory is cast by the daemon's device agent alone");
+    }
     ProcessGpu* const gpu = to != nullptr ? to : from;
-    if (digest != nullptr) {
+    bool pinned = true;
+    if (to == nullptr && task.dst != nullptr) {
+      int64_t extent = task.run_bytes;
+      for (const CopyDim& dim : task.dims)
+        extent += (dim.extent - 1) * dim.dst_stride;
+      pinned = IsPinned(task.dst, extent);
+    } else if (from == nullptr) {
+      pinned = IsPinned(task.src, task.src_extent());
+    }
+    if (digest != nullptr || !pinned) {
       through.emplace_back(gpu, &task);
     } else if (task.dst != nullptr) {
       there[gpu].push_back(task);
@@ -251,7 +282,8 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
     if (!status.ok()) return status;
   }
   for (const auto& [gpu, task] : through) {
-    const absl::Status status = CopyThrough(gpu, *task, options, &sum);
+    const absl::Status status =
+        CopyThrough(gpu, *task, options, digest == nullptr ? nullptr : &sum);
     if (!status.ok()) return status;
   }
   if (digest != nullptr) *digest += sum;
@@ -267,8 +299,13 @@ absl::Status LiveMemory::MakeBuffer() {
                           "NO_MEMORY_FOR_BUFFER",
                           "a buffer between host and GPU", errno);
   }
+  const absl::Status pinned =
+      gpus_[0]->Pin(static_cast<const char*>(data), kBufferBytes, false);
+  if (!pinned.ok()) {
+    munmap(data, kBufferBytes);
+    return pinned;
+  }
   buffer_ = static_cast<char*>(data);
-  buffer_pinned_ = gpus_[0]->Pin(buffer_, kBufferBytes, false).ok();
   return absl::OkStatus();
 }
 
@@ -295,29 +332,31 @@ absl::Status LiveMemory::CopyThrough(ProcessGpu* gpu, const CopyTask& task,
       status = host_->Copy({in}, options, digest);
       if (status.ok()) status = gpu->Copy({out}, copy_timeout_);
     }
-    if (!status.ok()) return status;
+    if (!status.ok()) {
+      // What was begun may still come here, or be read.
+      if (ReasonOf(status) == "DEVICE_STALLED") buffer_ = nullptr;
+      return status;
+    }
   }
   return absl::OkStatus();
 }
 
 absl::Status LiveMemory::Read(const char* from, absl::Span<char> to) {
-  ProcessGpu* const gpu = GpuOf(from);
-  if (gpu == nullptr) return host_->Read(from, to);
+  if (GpuOf(from) == nullptr) return host_->Read(from, to);
   CopyTask task;
   task.src = from;
   task.dst = to.data();
   task.run_bytes = static_cast<int64_t>(to.size());
-  return gpu->Copy({task}, copy_timeout_);
+  return Copy({task}, CopyOptions(), nullptr);
 }
 
 absl::Status LiveMemory::Write(absl::Span<const char> from, char* to) {
-  ProcessGpu* const gpu = GpuOf(to);
-  if (gpu == nullptr) return host_->Write(from, to);
+  if (GpuOf(to) == nullptr) return host_->Write(from, to);
   CopyTask task;
   task.src = from.data();
   task.dst = to;
   task.run_bytes = static_cast<int64_t>(from.size());
-  return gpu->Copy({task}, copy_timeout_);
+  return Copy({task}, CopyOptions(), nullptr);
 }
 
 }  // namespace cuda

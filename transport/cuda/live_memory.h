@@ -22,9 +22,11 @@ namespace cuda {
 
 // Host memory, and of GPUs those ranges that were said. What is imported is
 // pinned, once, where there is a GPU; memory of the daemon on a GPU of this
-// process is opened by CUDA IPC. Copies to a GPU go by its copy engines; what
-// wants a digest as well, and what is only read for its digest, goes
-// through a pinned buffer, as the digest is computed by the CPU.
+// process is opened by CUDA IPC. Copies to a GPU go by its copy engines. What
+// wants a digest as well, and what is only read for its digest, goes through a
+// pinned buffer, as the digest is computed by the CPU; and so does what goes to
+// or from host memory that is not pinned, which would otherwise hold its thread
+// up in the runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {
@@ -81,7 +83,9 @@ class LiveMemory final : public Memory {
       ABSL_LOCKS_EXCLUDED(imported_mutex_);
   absl::StatusOr<std::unique_ptr<Segment>> ImportDevice(
       const MemoryTicket& ticket, absl::Duration timeout);
-  absl::Status MakeBuffer();
+  bool IsPinned(const char* data, int64_t bytes) const
+      ABSL_LOCKS_EXCLUDED(imported_mutex_);
+  absl::Status MakeBuffer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(buffer_mutex_);
   absl::Status CopyThrough(ProcessGpu* gpu, const CopyTask& task,
                            const CopyOptions& options, Digest* digest);
 
@@ -95,10 +99,11 @@ class LiveMemory final : public Memory {
   // Of DeviceSegments, which keep their GPU.
   mutable absl::Mutex imported_mutex_;
   std::map<const char*, Range> imported_ ABSL_GUARDED_BY(imported_mutex_);
+  // Arenas of host memory: their bytes.
+  std::map<const char*, int64_t> pinned_ ABSL_GUARDED_BY(imported_mutex_);
 
   absl::Mutex buffer_mutex_;
-  char* buffer_ ABSL_GUARDED_BY(buffer_mutex_) = nullptr;
-  bool buffer_pinned_ ABSL_GUARDED_BY(buffer_mutex_) = false;
+  char* buffer_ ABSL_GUARDED_BY(buffer_mutex_) = nullptr;  // pinned
 };
 
 }  // namespace cuda

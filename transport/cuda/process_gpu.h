@@ -45,9 +45,8 @@ class ProcessGpu {
   // another process reads what it has written next. The errors of CheckCuda.
   virtual absl::Status Synchronize() = 0;
 
-  // Host memory that copies go to or from without a stop on the way; only to
-  // be read, where `read_only`. UNAVAILABLE (CUDA_ERROR) where that cannot be:
-  // copies work all the same.
+  // Host memory that Copy may go to or from; only to be read, where
+  // `read_only`. UNAVAILABLE (CUDA_ERROR) where that cannot be.
   virtual absl::Status Pin(const char* data, int64_t bytes, bool read_only) = 0;
   virtual void Unpin(const char* data) = 0;
 
@@ -63,7 +62,8 @@ class ProcessGpu {
   virtual absl::StatusOr<std::shared_ptr<const Opened>> Open(
       const DeviceHandle& handle) = 0;
 
-  // Between this GPU and host memory, or within it. Returns when the bytes are
+  // Between this GPU and pinned host memory, or within it: with memory that is
+  // not pinned, `timeout` bounds nothing. Returns when the bytes are
   // in place, and not before what it has begun has ended, but for
   // DEADLINE_EXCEEDED (DEVICE_STALLED): nothing has moved for `timeout`, and
   // more may follow. The errors of CheckCuda.

@@ -29,6 +29,7 @@ constexpr int64_t kMaxPitch = int64_t{1} << 30;
 constexpr int64_t kMaxRows = 1 << 16;
 // Of the few bytes of a probe.
 constexpr absl::Duration kProbeTimeout = absl::Seconds(10);
+constexpr size_t kLookBytes = 64;
 // How much is given to the GPU before it is waited for.
 constexpr int kMaxCommands = 1024;
 
@@ -37,10 +38,11 @@ class OnDevice {
  public:
   explicit OnDevice(int ordinal) {
     status_ = CheckCuda(cudaGetDevice(&before_), "cudaGetDevice");
-    if (status_.ok() && before_ != ordinal) {
-      status_ = CheckCuda(cudaSetDevice(ordinal), "cudaSetDevice");
-      changed_ = status_.ok();
-    }
+    if (!status_.ok()) return;
+    // Also where it is the same: a thread that has done nothing yet has no
+    // context, and the driver's calls want one.
+    status_ = CheckCuda(cudaSetDevice(ordinal), "cudaSetDevice");
+    changed_ = status_.ok() && before_ != ordinal;
   }
   ~OnDevice() {
     if (changed_) cudaSetDevice(before_);
@@ -59,6 +61,7 @@ class CudaProcessGpu final : public ProcessGpu {
   ~CudaProcessGpu() override {
     const OnDevice on(device_.ordinal);
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    if (look_ != nullptr) cudaFreeHost(look_);
     exporter_ = nullptr;
   }
 
@@ -120,12 +123,7 @@ class CudaProcessGpu final : public ProcessGpu {
     const absl::StatusOr<void*> probe = OpenIpc(handle, handle.probe_ipc);
     if (!probe.ok()) return probe.status();
     std::array<char, 16> found = {};
-    CopyTask look;
-    look.src = static_cast<const char*>(*probe);
-    look.dst = found.data();
-    look.run_bytes = static_cast<int64_t>(found.size());
-    // Not on the stream that all others of the process wait for.
-    status = Copy({look}, kProbeTimeout);
+    status = Look(static_cast<const char*>(*probe), absl::MakeSpan(found));
     cudaIpcCloseMemHandle(*probe);
     if (!status.ok()) return status;
     if (found != handle.nonce) {
@@ -188,6 +186,32 @@ class CudaProcessGpu final : public ProcessGpu {
   }
 
  private:
+  // A few bytes. To memory that is not pinned a copy would hold this thread up
+  // within the runtime, for as long as the GPU likes and whatever the timeout.
+  absl::Status Look(const char* at, absl::Span<char> found) {
+    absl::MutexLock lock(&look_mutex_);
+    if (look_ == nullptr) {
+      void* pinned = nullptr;
+      const absl::Status status =
+          CheckCuda(cudaHostAlloc(&pinned, kLookBytes, cudaHostAllocDefault),
+                    "cudaHostAlloc");
+      if (!status.ok()) return status;
+      look_ = static_cast<char*>(pinned);
+    }
+    CopyTask look;
+    look.src = at;
+    look.dst = look_;
+    look.run_bytes = static_cast<int64_t>(found.size());
+    // Not on the stream that all others of the process wait for.
+    const absl::Status status = Copy({look}, kProbeTimeout);
+    if (status.ok()) {
+      memcpy(found.data(), look_, found.size());
+    } else if (ReasonOf(status) == "DEVICE_STALLED") {
+      look_ = nullptr;  // may still be written to
+    }
+    return status;
+  }
+
   static absl::StatusOr<void*> OpenIpc(const DeviceHandle& handle,
                                        const std::array<char, 64>& ipc) {
     cudaIpcMemHandle_t cuda_handle;
@@ -278,6 +302,8 @@ class CudaProcessGpu final : public ProcessGpu {
   const DeviceInfo device_;
   absl::Mutex mutex_;
   std::unique_ptr<DeviceExporter> exporter_ ABSL_GUARDED_BY(mutex_);
+  absl::Mutex look_mutex_;
+  char* look_ ABSL_GUARDED_BY(look_mutex_) = nullptr;  // pinned, kLookBytes
   // Held while copies run: there is one stream.
   absl::Mutex copy_mutex_;
   cudaStream_t stream_ = nullptr;

@@ -44,4 +44,13 @@ std::string TakeFindings() {
   return "";
 }
 
+std::string TakeNotes() {
+  const std::string path = InDir("notes");
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  unlink(path.c_str());
+  return text.str();
+}
+
 }  // namespace gpu_sim

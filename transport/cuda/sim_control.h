@@ -14,6 +14,10 @@ void Plant(const std::string& rules);
 // or fails. Waits a moment for the first, which another process may note.
 std::string TakeFindings();
 
+// The calls that rules had noted (note=1) so far, a line each, and forgets
+// them.
+std::string TakeNotes();
+
 }  // namespace gpu_sim
 
 #endif  // WEIGHTSYNC_TRANSPORT_CUDA_SIM_CONTROL_H_

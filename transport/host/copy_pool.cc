@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
 #include "transport/error.h"
+#include "transport/host/cast_run.h"
 #include "transport/host/copy_range.h"
 #include "transport/host/sigbus_guard.h"
 
@@ -144,8 +147,69 @@ absl::Status CopyPool::ParallelFor(
   return job.status;
 }
 
+absl::Status CopyPool::MakeScales(absl::Span<CopyTask> tasks, bool guard_source,
+                                  std::vector<std::vector<float>>* tables) {
+  // A tensor and its scales often stand in one bucket.
+  using Key = std::tuple<const char*, int64_t, int64_t, int64_t, int64_t>;
+  std::map<Key, size_t> known;
+  struct BlockRow {
+    const CopyBlocks* blocks;
+    int64_t row;
+    float* scales;
+  };
+  std::vector<BlockRow> rows;
+  for (CopyTask& task : tasks) {
+    if (!task.has_blocks() || task.bytes() == 0) continue;
+    CopyBlocks& blocks = task.blocks;
+    const auto found =
+        known.emplace(Key{blocks.src, blocks.row_stride, blocks.column_stride,
+                          blocks.rows, blocks.columns},
+                      tables->size());
+    if (found.second) {
+      tables->emplace_back(
+          static_cast<size_t>(blocks.block_rows() * blocks.block_columns()));
+      for (int64_t row = 0; row < blocks.block_rows(); ++row) {
+        rows.push_back({&blocks, row,
+                        tables->back().data() + row * blocks.block_columns()});
+      }
+    }
+    blocks.scales = (*tables)[found.first->second].data();
+    if (task.cast == CopyCast::kBF16BlockScale) {
+      task.src = reinterpret_cast<const char*>(blocks.scales) +
+                 (task.src - blocks.src);
+      task.cast = CopyCast::kNone;
+    }
+  }
+  if (rows.empty()) return absl::OkStatus();
+  return ParallelFor(
+      static_cast<int64_t>(rows.size()), [&](int64_t i) -> absl::Status {
+        const BlockRow& row = rows[static_cast<size_t>(i)];
+        if (!guard_source) {
+          ScalesOfBlockRow(*row.blocks, row.row, row.scales);
+          return absl::OkStatus();
+        }
+        return RunGuarded(row.blocks->src, row.blocks->extent(), [&row] {
+          ScalesOfBlockRow(*row.blocks, row.row, row.scales);
+        });
+      });
+}
+
 absl::Status CopyPool::Copy(absl::Span<const CopyTask> tasks,
                             const CopyOptions& options, Digest* digest) {
+  std::vector<std::vector<float>> scales;
+  std::vector<CopyTask> with_scales;
+  if (std::any_of(tasks.begin(), tasks.end(),
+                  [](const CopyTask& task) { return task.has_blocks(); })) {
+    for (const CopyTask& task : tasks) {
+      const absl::Status status = task.Validate();
+      if (!status.ok()) return status;
+    }
+    with_scales.assign(tasks.begin(), tasks.end());
+    const absl::Status status =
+        MakeScales(absl::MakeSpan(with_scales), options.guard_source, &scales);
+    if (!status.ok()) return status;
+    tasks = with_scales;
+  }
   // starts[i]: bytes before task i, when all are laid end to end. Parts are cut
   // from that line.
   std::vector<int64_t> starts;
@@ -204,7 +268,10 @@ absl::Status CopyPool::Copy(absl::Span<const CopyTask> tasks,
 absl::Status CopyPool::Pack(const PackRequest& request, PackResult* result) {
   absl::Status status = CheckPack(request);
   if (!status.ok()) return status;
-  const std::vector<CopyTask> tasks = PlacePieces(request);
+  std::vector<CopyTask> tasks = PlacePieces(request);
+  std::vector<std::vector<float>> scales;
+  status = MakeScales(absl::MakeSpan(tasks), request.guard_source, &scales);
+  if (!status.ok()) return status;
   const int64_t frame_bytes = request.frame_bytes;
   const int64_t frames = (request.bucket_bytes + frame_bytes - 1) / frame_bytes;
   const int64_t part_frames = std::max<int64_t>(1, kPartBytes / frame_bytes);

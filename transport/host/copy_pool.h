@@ -58,6 +58,10 @@ class CopyPool {
   void Help();
   // Does parts of the job until there are none left.
   void Work(Job* job) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Computes the scales of the tasks' blocks into `tables`: then a task of
+  // kBF16BlockScale is a plain copy out of them.
+  absl::Status MakeScales(absl::Span<CopyTask> tasks, bool guard_source,
+                          std::vector<std::vector<float>>* tables);
   // True when there is a job to help with, or the end has come.
   bool HasWork() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return stopping_ || !jobs_.empty();

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/host/cast_run.h"
+
 namespace weightsync {
 namespace transport {
 namespace {
@@ -91,9 +93,9 @@ void CopyEven(char* dst, int64_t dst_stride, const char* src,
   }
 }
 
-// One run.
-void CopyRun(const CopyTask& task, int64_t dst, const char* src,
-             int64_t element, int64_t bytes, Digest* digest) {
+// One run, as it is.
+void CopyPlainRun(const CopyTask& task, int64_t dst, const char* src,
+                  int64_t element, int64_t bytes, Digest* digest) {
   const DigestRun run = {task.ordinal, element, bytes / task.element_bytes,
                          task.element_bytes};
   if (task.dst == nullptr) {
@@ -102,6 +104,49 @@ void CopyRun(const CopyTask& task, int64_t dst, const char* src,
     CopyAccumulateUnfenced(task.dst + dst, src, run, digest);
   } else {
     CopyNonTemporalUnfenced(task.dst + dst, src, bytes);
+  }
+}
+
+// One run. What is cast stays in the cache on its way.
+void CopyRun(const CopyTask& task, int64_t dst, const char* src,
+             int64_t element, int64_t bytes, Digest* digest) {
+  if (task.cast == CopyCast::kNone) {
+    CopyPlainRun(task, dst, src, element, bytes, digest);
+    return;
+  }
+  alignas(64) char scratch[kScratchBytes];
+  const int64_t most = kScratchBytes / task.element_bytes;
+  const int64_t count = bytes / task.element_bytes;
+  for (int64_t at = 0; at < count; at += most) {
+    const int64_t part = std::min(most, count - at);
+    CastRun(task.cast, task.blocks, scratch,
+            src + at * task.src_element_bytes(), part, element + at);
+    CopyPlainRun(task, dst + at * task.element_bytes, scratch, element + at,
+                 part * task.element_bytes, digest);
+  }
+}
+
+// Gathers `count` short rows, each one stride from the one before, side by
+// side, and casts them where that is asked for.
+void GatherRows(const CopyTask& task, char* scratch, const char* src,
+                int64_t src_stride, int64_t count, int64_t element,
+                int64_t element_stride) {
+  const int64_t elements = task.run_bytes / task.element_bytes;
+  if (task.cast == CopyCast::kNone) {
+    CopyEven(scratch, task.run_bytes, src, src_stride, task.run_bytes, count);
+    return;
+  }
+  // No cast makes more than half of what it reads.
+  alignas(64) char raw[2 * kScratchBytes];
+  const int64_t raw_bytes = elements * task.src_element_bytes();
+  CopyEven(raw, raw_bytes, src, src_stride, raw_bytes, count);
+  if (count == 1 || element_stride == elements) {
+    CastRun(task.cast, task.blocks, scratch, raw, count * elements, element);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    CastRun(task.cast, task.blocks, scratch + i * task.run_bytes,
+            raw + i * raw_bytes, elements, element + i * element_stride);
   }
 }
 
@@ -117,19 +162,19 @@ void CopyShortRows(const CopyTask& task, int64_t first, int64_t last,
   for (int64_t row = first; row < last;) {
     const int64_t count = std::min({most, rows.even(), last - row});
     const CopyDim dim = task.dims.empty() ? CopyDim() : task.dims.back();
-    if (digest == nullptr && !dense_dst) {
+    if (digest == nullptr && !dense_dst && task.cast == CopyCast::kNone) {
       if (task.dst != nullptr) {
         CopyEven(task.dst + rows.dst(), dim.dst_stride, rows.src(),
                  dim.src_stride, row_bytes, count);
       }
     } else {
-      CopyEven(scratch, row_bytes, rows.src(), dim.src_stride, row_bytes,
-               count);
+      GatherRows(task, scratch, rows.src(), dim.src_stride, count,
+                 rows.element(), dim.element_stride);
       const bool element_runs =
           count == 1 || dim.element_stride == row_elements;
       if (digest != nullptr && element_runs && dense_dst) {
-        CopyRun(task, rows.dst(), scratch, rows.element(), count * row_bytes,
-                digest);
+        CopyPlainRun(task, rows.dst(), scratch, rows.element(),
+                     count * row_bytes, digest);
       } else {
         if (digest != nullptr) {
           const int64_t runs = element_runs ? 1 : count;
@@ -171,8 +216,10 @@ void CopyRange(const CopyTask& task, int64_t begin, int64_t end,
   if (inside > 0) {
     const int64_t bytes = std::min(row_bytes - inside, end - begin);
     Rows rows(task, row);
-    CopyRun(task, rows.dst() + inside, rows.src() + inside,
-            rows.element() + inside / task.element_bytes, bytes, digest);
+    const int64_t elements = inside / task.element_bytes;
+    CopyRun(task, rows.dst() + inside,
+            rows.src() + elements * task.src_element_bytes(),
+            rows.element() + elements, bytes, digest);
     begin += bytes;
     ++row;
   }

@@ -24,6 +24,8 @@ namespace transport {
 namespace {
 
 constexpr size_t kMaxRemembered = 4096;
+// For whoever deposited a descriptor to say what it is.
+constexpr absl::Duration kDepositTtl = absl::Seconds(60);
 
 absl::Status SocketFailed(absl::string_view what) {
   return MakeErrnoError(absl::StatusCode::kUnavailable, "FD_SOCKET_FAILED",
@@ -184,7 +186,7 @@ bool FdServer::Answer(const UniqueFd& connection) {
     entry.pid = peer.pid;
     entry.uid = peer.uid;
     const absl::StatusOr<std::string> added =
-        Add(std::move(entry), absl::Seconds(60));
+        Add(std::move(entry), kDepositTtl);
     status = added.status();
     if (added.ok()) reply.append(*added);
   } else {

@@ -41,7 +41,8 @@ class NcclChannel final : public tcp::PayloadChannel {
   explicit NcclChannel(NcclDevice* device, const NcclDevice::Lane& lane)
       : device_(device), lane_(lane) {}
   ~NcclChannel() override {
-    Stop();
+    // After an error there is none any more.
+    Stop(/*healthy=*/true);
     device_->GiveBack(lane_);
   }
 
@@ -56,6 +57,8 @@ class NcclChannel final : public tcp::PayloadChannel {
     const absl::Status status =
         device_->library().Check(api().GetUniqueId(&id_), "ncclGetUniqueId");
     if (!status.ok()) return status;
+    const absl::Status settings = device_->CheckSettings();
+    if (!settings.ok()) return settings;
     offer.id = id_;
     rank_ = 0;
     return std::string(reinterpret_cast<const char*>(&offer), sizeof(offer));
@@ -118,11 +121,13 @@ class NcclChannel final : public tcp::PayloadChannel {
       absl::MutexLock lock(&device_->mutex_);
       ++device_->communicators_;
     }
+    // For who receives this is the first call that reads files.
+    if (status.ok()) status = device_->CheckSettings();
     if (status.ok()) {
       status = WaitFor(timeout, stopped, "ncclCommInitRankConfig",
                        [] { return cudaSuccess; });
     }
-    if (!status.ok()) Stop();
+    if (!status.ok()) Stop(/*healthy=*/false);
     return status;
   }
 
@@ -175,13 +180,7 @@ class NcclChannel final : public tcp::PayloadChannel {
                             "cudaMemcpyAsync");
                         at += static_cast<int64_t>(piece[i].size());
                       }
-                      // No way out but its end: these bytes go to somebody's
-                      // memory.
-                      if (status.ok()) {
-                        status = WaitStream(
-                            timeout, [] { return false; }, "cudaMemcpyAsync");
-                      }
-                      return status;
+                      return status.ok() ? AwaitCopies(timeout) : status;
                     });
   }
 
@@ -226,7 +225,7 @@ class NcclChannel final : public tcp::PayloadChannel {
       }
     }
     if (status.ok()) status = flush();
-    if (!status.ok()) Stop();
+    if (!status.ok()) Stop(/*healthy=*/false);
     return status;
   }
 
@@ -234,6 +233,32 @@ class NcclChannel final : public tcp::PayloadChannel {
                           const char* what) {
     return WaitFor(timeout, stopped, what,
                    [this] { return cudaStreamQuery(lane_.stream); });
+  }
+
+  // Of bytes that go to somebody's memory: no way out but their end, whatever
+  // becomes of the edge meanwhile. Where there is none, nobody knows when they
+  // come, and only the end of the process says that they do not.
+  absl::Status AwaitCopies(absl::Duration timeout) {
+    const absl::Time start = absl::Now();
+    while (true) {
+      const cudaError_t done = cudaStreamQuery(lane_.stream);
+      if (done != cudaErrorNotReady)
+        return CheckCuda(done, "cudaMemcpyAsync of what was received");
+      const absl::Duration waited = absl::Now() - start;
+      if (waited > timeout) {
+        return MakeError(
+            absl::StatusCode::kDeadlineExceeded, "DEVICE_STALLED",
+            absl::StrCat("a copy of what was received has not ended on ",
+                         device_->device_uuid(), " for ",
+                         absl::FormatDuration(timeout),
+                         "; the process that gave it must be started again"));
+      }
+      if (waited < absl::Microseconds(100)) {
+        std::this_thread::yield();
+      } else {
+        absl::SleepFor(std::min(waited / 20, absl::Microseconds(500)));
+      }
+    }
   }
 
   // Until NCCL has nothing in progress and `query` is done. The deadline is one
@@ -271,9 +296,9 @@ class NcclChannel final : public tcp::PayloadChannel {
     }
   }
 
-  void Stop() {
+  void Stop(bool healthy) {
     if (comm_ == nullptr) return;
-    device_->Abort(comm_);
+    device_->End(comm_, healthy);
     comm_ = nullptr;
   }
 
@@ -306,6 +331,8 @@ absl::StatusOr<std::unique_ptr<NcclDevice>> NcclDevice::Create(
   LOG(INFO) << "NCCL on " << info->uuid << ": maxCTAs " << options.max_ctas
             << ", CTAPolicy " << options.cta_policy << ", "
             << (settings->empty() ? "no NCCL_* settings" : *settings);
+  absl::MutexLock lock(&device->mutex_);
+  device->settings_ = *settings;
   return device;
 }
 
@@ -333,7 +360,7 @@ absl::StatusOr<NcclDevice::Lane> NcclDevice::TakeLane() {
     absl::MutexLock lock(&mutex_);
     if (hung_) {
       return MakeError(absl::StatusCode::kFailedPrecondition, "NCCL_HUNG",
-                       "an abort of NCCL in this process never returned; the "
+                       "an end of NCCL in this process never returned; the "
                        "process must be started again");
     }
     if (!free_.empty()) {
@@ -375,19 +402,50 @@ absl::StatusOr<std::unique_ptr<tcp::PayloadChannel>> NcclDevice::NewChannel() {
   return std::unique_ptr<tcp::PayloadChannel>(new NcclChannel(this, *lane));
 }
 
-bool NcclDevice::Abort(ncclComm_t comm) {
+absl::Status NcclDevice::CheckSettings() {
+  const absl::StatusOr<std::string> settings = CheckNcclEnvironment(environ);
+  if (!settings.ok()) return settings.status();
+  absl::MutexLock lock(&mutex_);
+  if (settings_ == *settings) return absl::OkStatus();
+  settings_ = *settings;
+  LOG(INFO) << "NCCL on " << uuid_ << ", with its files: " << settings_;
+  return absl::OkStatus();
+}
+
+bool NcclDevice::End(ncclComm_t comm, bool healthy) {
   // On a thread of its own, which is left behind if it hangs.
   const auto done = std::make_shared<absl::Notification>();
-  const auto abort = library_->api().CommAbort;
-  std::thread([comm, abort, done, ordinal = ordinal_] {
+  std::thread([comm, healthy, done, api = library_->api(), ordinal = ordinal_,
+               deadline = options_.finalize_deadline] {
     cudaSetDevice(ordinal);
-    const ncclResult_t result = abort(comm);
-    if (result != ncclSuccess)
-      LOG(WARNING) << "ncclCommAbort: " << static_cast<int>(result);
+    ncclResult_t state = ncclInternalError;
+    if (healthy) {
+      const absl::Time until = absl::Now() + deadline;
+      state = api.CommFinalize(comm);
+      while (state == ncclInProgress && absl::Now() < until) {
+        absl::SleepFor(absl::Milliseconds(1));
+        const ncclResult_t asked = api.CommGetAsyncError(comm, &state);
+        if (asked != ncclSuccess) state = asked;
+      }
+      if (state != ncclSuccess) {
+        LOG(WARNING) << "a communicator is aborted, because ncclCommFinalize "
+                     << (state == ncclInProgress ? "does not end"
+                                                 : api.GetErrorString(state));
+      }
+    }
+    const ncclResult_t result =
+        state == ncclSuccess ? api.CommDestroy(comm) : api.CommAbort(comm);
+    if (result != ncclSuccess && result != ncclInProgress) {
+      LOG(WARNING) << (state == ncclSuccess ? "ncclCommDestroy: "
+                                            : "ncclCommAbort: ")
+                   << api.GetErrorString(result);
+    }
     done->Notify();
   }).detach();
-  const bool returned =
-      done->WaitForNotificationWithTimeout(options_.abort_deadline);
+  const absl::Duration deadline =
+      options_.abort_deadline +
+      (healthy ? options_.finalize_deadline : absl::ZeroDuration());
+  const bool returned = done->WaitForNotificationWithTimeout(deadline);
   bool first = false;
   {
     absl::MutexLock lock(&mutex_);
@@ -397,8 +455,8 @@ bool NcclDevice::Abort(ncclComm_t comm) {
   if (first) {
     const absl::Status status = MakeError(
         absl::StatusCode::kDeadlineExceeded, "NCCL_HUNG",
-        absl::StrCat("ncclCommAbort on ", uuid_, " has not returned for ",
-                     absl::FormatDuration(options_.abort_deadline)));
+        absl::StrCat("the end of a communicator of NCCL on ", uuid_,
+                     " has not returned for ", absl::FormatDuration(deadline)));
     LOG(ERROR) << status.message();
     if (options_.on_hung != nullptr) options_.on_hung(status);
   }

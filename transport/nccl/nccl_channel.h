@@ -1,5 +1,7 @@
 // The bytes of one edge of a chain, over a communicator of NCCL that only this
-// edge has.
+// edge has. BROADCAST, too, is a chain of such pairs and no ncclBroadcast: a
+// collective that fails does not say at whom, and takes all of its members
+// along.
 #ifndef WEIGHTSYNC_TRANSPORT_NCCL_NCCL_CHANNEL_H_
 #define WEIGHTSYNC_TRANSPORT_NCCL_NCCL_CHANNEL_H_
 
@@ -33,8 +35,11 @@ struct NcclOptions {
   int cta_policy = 1;  // NCCL_CTA_POLICY_EFFICIENCY
   // Bytes move through a buffer of this size at each end of each edge.
   int64_t staging_bytes = 32 << 20;
-  // An abort that takes longer never returns (it is seen to happen): then this
-  // is called, once, and the process is expected to end.
+  // How long a communicator that nothing is wrong with may take to come to its
+  // end in good order. One that takes longer is aborted, as all others are.
+  absl::Duration finalize_deadline = absl::Seconds(1);
+  // An end that takes longer never returns (an abort is seen to hang): then
+  // this is called, once, and the process is expected to end.
   absl::Duration abort_deadline = absl::Seconds(5);
   std::function<void(const absl::Status&)> on_hung;
 };
@@ -54,7 +59,7 @@ class NcclDevice {
 
   const NcclLibrary& library() const { return *library_; }
   const std::string& device_uuid() const { return uuid_; }
-  // Communicators that were made and not aborted yet, and how many were made.
+  // Communicators that were made and have not ended yet.
   int communicators() const;
   // Of the GPU's memory, in buffers: of channels, and of those that have ended.
   int64_t staging_bytes() const;
@@ -71,8 +76,14 @@ class NcclDevice {
   explicit NcclDevice(const NcclOptions& options) : options_(options) {}
   absl::StatusOr<Lane> TakeLane();
   void GiveBack(const Lane& lane);
-  // Aborts in bounded time. False: it hangs, and so will whatever follows.
-  bool Abort(ncclComm_t comm);
+  // Ends it in bounded time: finalized and destroyed where it is `healthy` and
+  // that can be done in time, aborted otherwise. False: it hangs, and so will
+  // whatever follows.
+  bool End(ncclComm_t comm, bool healthy);
+  // Of the environment as NCCL has left it: its first call adds what stands in
+  // /etc/nccl.conf, ~/.nccl.conf and the like. FAILED_PRECONDITION
+  // (NCCL_SETTING).
+  absl::Status CheckSettings();
 
   const NcclOptions options_;
   std::unique_ptr<NcclLibrary> library_;
@@ -84,6 +95,8 @@ class NcclDevice {
   int lanes_ ABSL_GUARDED_BY(mutex_) = 0;  // that were made
   int communicators_ ABSL_GUARDED_BY(mutex_) = 0;
   bool hung_ ABSL_GUARDED_BY(mutex_) = false;
+  // As they were last told.
+  std::string settings_ ABSL_GUARDED_BY(mutex_);
 };
 
 // A node's way into groups whose bytes go over NCCL: an Endpoint for everything

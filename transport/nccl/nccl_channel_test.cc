@@ -6,14 +6,19 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
@@ -163,6 +168,83 @@ TEST_F(NcclChannelTest, AnErrorOfTheStartIsNamed) {
   EXPECT_TRUE(absl::StrContains(status.message(), "ncclCommInitRankConfig"));
 }
 
+// Which calls ended communicators.
+class NcclEndTest : public NcclChannelTest {
+ protected:
+  void SetUp() override { gpu_sim::TakeNotes(); }
+  static void NoteEnds(const std::string& rules = "") {
+    gpu_sim::Plant(rules +
+                   "call=ncclCommFinalize note=1 count=0;"
+                   "call=ncclCommDestroy note=1 count=0;"
+                   "call=ncclCommAbort note=1 count=0");
+  }
+};
+
+TEST_F(NcclEndTest, OneThatIsWellIsFinalizedAndDestroyed) {
+  Connect();
+  NoteEnds();
+  a_.reset();
+  EXPECT_EQ(gpu_sim::TakeNotes(), "ncclCommFinalize\nncclCommDestroy\n");
+  b_.reset();
+  EXPECT_EQ(gpu_sim::TakeNotes(), "ncclCommFinalize\nncclCommDestroy\n");
+  EXPECT_EQ(a_device_->communicators(), 0);
+}
+
+TEST_F(NcclEndTest, OneThatWasInErrorIsAborted) {
+  Connect();
+  NoteEnds();
+  std::string got(100, 'x');
+  EXPECT_FALSE(
+      b_->Receive({absl::MakeSpan(got)}, absl::Milliseconds(100), Runs).ok());
+  EXPECT_EQ(gpu_sim::TakeNotes(), "ncclCommAbort\n");
+  b_.reset();
+  EXPECT_EQ(gpu_sim::TakeNotes(), "");
+}
+
+TEST_F(NcclEndTest, OneThatDoesNotComeToItsEndIsAborted) {
+  Connect();
+  NoteEnds("call=ncclCommFinalize stall=1;");
+  const absl::Time start = absl::Now();
+  a_.reset();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+  EXPECT_EQ(gpu_sim::TakeNotes(), "ncclCommAbort\n");
+  NoteEnds("call=ncclCommFinalize error=3;");
+  b_.reset();
+  EXPECT_EQ(gpu_sim::TakeNotes(), "ncclCommAbort\n");
+}
+
+// Bytes that may still come are no matter of this edge alone. In a process of
+// its own, whose stream never ends.
+int StalledCopy() {
+  const std::unique_ptr<NcclDevice> a_device = NewDevice(0),
+                                    b_device = NewDevice(1);
+  const auto a = *a_device->NewChannel(), b = *b_device->NewChannel();
+  if (!b->Accept(*a->Offer()).ok()) _exit(2);
+  std::thread connecting([&] {
+    if (!b->Connect(kTimeout, Runs).ok()) _exit(3);
+  });
+  if (!a->Connect(kTimeout, Runs).ok()) _exit(4);
+  connecting.join();
+  const std::string bytes(100, 'b');
+  std::string got(100, 'x');
+  // The first is the sender's.
+  gpu_sim::Plant("call=cudaMemcpyAsync stall=1 after=1");
+  std::thread sending([&] {
+    if (!a->Send({absl::MakeConstSpan(bytes)}, kTimeout, Runs).ok()) _exit(5);
+  });
+  cudaHostRegister(&got[0], got.size(), 0);
+  const absl::Time start = absl::Now();
+  const absl::Status status =
+      b->Receive({absl::MakeSpan(got)}, absl::Milliseconds(500), Runs);
+  if (absl::Now() - start > absl::Seconds(5)) _exit(6);
+  if (ReasonOf(status) != "DEVICE_STALLED") {
+    LOG(ERROR) << status;
+    _exit(7);
+  }
+  sending.join();
+  _exit(0);
+}
+
 // In a process of its own, which the hanging call never lets end in good order.
 int HangingAbort() {
   NcclOptions options;
@@ -183,15 +265,100 @@ int HangingAbort() {
   _exit(0);
 }
 
-TEST(NcclDevice, AnAbortThatNeverReturnsIsTold) {
+// Its exit code.
+int RunChild(const char* part) {
   const pid_t child = fork();
   if (child == 0) {
-    execl("/proc/self/exe", "child", "--hanging_abort", nullptr);
+    execl("/proc/self/exe", "child", part, nullptr);
     _exit(1);
   }
   int status = -1;
   waitpid(child, &status, 0);
-  EXPECT_EQ(status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -status;
+}
+
+TEST(NcclDevice, AnAbortThatNeverReturnsIsTold) {
+  EXPECT_EQ(RunChild("--hanging_abort"), 0);
+}
+
+TEST(NcclDevice, ACopyOfWhatCameThatDoesNotEndIsAStalledDevice) {
+  EXPECT_EQ(RunChild("--stalled_copy"), 0);
+  gpu_sim::Plant("");
+}
+
+TEST(NcclDevice, CommunicatorsTakeWhatTheyWereGiven) {
+  gpu_sim::TakeNotes();
+  NcclOptions options;
+  options.max_ctas = 7;
+  options.cta_policy = NCCL_CTA_POLICY_DEFAULT;
+  const std::unique_ptr<NcclDevice> device = NewDevice(0, options);
+  const auto channel = *device->NewChannel();
+  ASSERT_TRUE(channel->Offer().ok());
+  gpu_sim::Plant("call=ncclCommInitRankConfig note=1 count=0");
+  EXPECT_FALSE(channel->Connect(absl::Milliseconds(100), Runs).ok());
+  gpu_sim::Plant("");
+  EXPECT_EQ(gpu_sim::TakeNotes(),
+            "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=7 "
+            "CTAPolicy=0\n");
+}
+
+// What is logged.
+class Lines : public google::LogSink {
+ public:
+  Lines() { google::AddLogSink(this); }
+  ~Lines() override { google::RemoveLogSink(this); }
+  void send(google::LogSeverity, const char*, const char*, int,
+            const google::LogMessageTime&, const char* message,
+            size_t size) override {
+    absl::MutexLock lock(&mutex_);
+    text_.append(message, size).append("\n");
+  }
+  std::string text() {
+    absl::MutexLock lock(&mutex_);
+    return text_;
+  }
+
+ private:
+  absl::Mutex mutex_;
+  std::string text_;
+};
+
+TEST(NcclDevice, SettingsThatAreInForceAreLogged) {
+  setenv("NCCL_SOCKET_IFNAME", "eth7", 1);
+  Lines lines;
+  const std::unique_ptr<NcclDevice> device = NewDevice(0);
+  unsetenv("NCCL_SOCKET_IFNAME");
+  EXPECT_TRUE(absl::StrContains(lines.text(), "NCCL_SOCKET_IFNAME=eth7"))
+      << lines.text();
+  EXPECT_TRUE(absl::StrContains(lines.text(), "maxCTAs 4, CTAPolicy 1"))
+      << lines.text();
+}
+
+// NCCL reads files of its own, and what stands there goes before what a program
+// configures.
+TEST(NcclDevice, SettingsInFilesOfNcclAreSeen) {
+  const std::string file = absl::StrCat(getenv("GPU_SIM_DIR"), "/nccl.conf");
+  const std::unique_ptr<NcclDevice> device = NewDevice(0);
+  std::ofstream(file) << "# of the operator\nNCCL_IB_HCA=mlx5_9\n";
+  Lines lines;
+  auto channel = *device->NewChannel();
+  EXPECT_TRUE(channel->Offer().ok());
+  EXPECT_TRUE(absl::StrContains(lines.text(), "NCCL_IB_HCA=mlx5_9"))
+      << lines.text();
+  std::ofstream(file) << "NCCL_COMM_ID=10.0.0.1:5000\n";
+  EXPECT_EQ(ReasonOf(channel->Offer().status()), "NCCL_SETTING");
+  // Who receives makes no id.
+  unsetenv("NCCL_COMM_ID");
+  unlink(file.c_str());
+  const std::string offer = *channel->Offer();
+  std::ofstream(file) << "NCCL_COMM_ID=10.0.0.1:5000\n";
+  const std::unique_ptr<NcclDevice> other = NewDevice(1);
+  auto receiver = *other->NewChannel();
+  ASSERT_TRUE(receiver->Accept(offer).ok());
+  EXPECT_EQ(ReasonOf(receiver->Connect(kTimeout, Runs)), "NCCL_SETTING");
+  unlink(file.c_str());
+  unsetenv("NCCL_COMM_ID");
+  unsetenv("NCCL_IB_HCA");
 }
 
 TEST(NcclLibrary, WhatIsMissingIsNamed) {
@@ -228,8 +395,11 @@ TEST(NcclEnvironment, OnlyKnownSettingsAreTaken) {
 
 int main(int argc, char** argv) {
   FLAGS_logtostderr = true;
-  if (argc == 2 && std::string(argv[1]) == "--hanging_abort")
+  const std::string part = argc == 2 ? argv[1] : "";
+  if (part == "--hanging_abort")
     return weightsync::transport::nccl::HangingAbort();
+  if (part == "--stalled_copy")
+    return weightsync::transport::nccl::StalledCopy();
   ::testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

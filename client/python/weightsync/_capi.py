@@ -16,6 +16,8 @@ from .errors import FailedPreconditionError, WeightsyncError, make_error
 ABI_VERSION = 2
 
 
+# Added to dtype, shifted by so many bits: how the elements lie where the daemon reads them.
+STORED_AS = 8
 # Added to dtype: the address is one of GPU memory of this process.
 ON_GPU = 0x10000
 
@@ -470,11 +472,17 @@ def int64s(values: Any) -> Any:
 
 
 def tensors(parts: List[Any]) -> Any:
-    """An array of Tensor from objects with name, dtype, shape, offset, extent, strides, address and on_gpu."""
+    """An array of Tensor from objects with name, dtype, shape, offset, extent, strides, address and on_gpu.
+
+    Those of trainers have held_dtype, too: how their elements lie there.
+    """
     made = (Tensor * max(len(parts), 1))()
     for slot, part in zip(made, parts):
         slot.name = part.name.encode()
         slot.dtype = int(part.dtype) | (ON_GPU if part.on_gpu else 0)
+        held = getattr(part, "held_dtype", part.dtype)
+        if held != part.dtype:
+            slot.dtype |= int(held) << STORED_AS
         slot.dimensions = len(part.shape)
         slot.shape = int64s(part.shape)
         if part.offset is not None:

@@ -123,10 +123,24 @@ class Part:
     def span_bytes(self) -> int:
         """From the first to behind the last element."""
         reach = sum((n - 1) * s for n, s in zip(self.box_extent, self.strides))
-        return (reach + 1) * self.dtype.itemsize
+        return (reach + 1) * self.stored_dtype().itemsize
 
     def stored_dtype(self) -> DType:
         return to_dtype(self.array.dtype, self.name)
+
+    def block_cast(self) -> bool:
+        """Whether it becomes fp8 with scales, of which the daemon makes a tensor `name`_scale_inv."""
+        return self.dtype == DType.F8_E4M3 and self.stored_dtype() == DType.BF16 and len(self.shape) == 2
+
+    def cast_by_daemon(self) -> bool:
+        """Whether it may be read as it is stored, and is cast then: TensorShard.dtype of the protocol."""
+        if self.stored_dtype() == DType.F32 and self.dtype in (DType.BF16, DType.F16):
+            return True
+        return self.block_cast()
+
+    def copied_dtype(self) -> DType:
+        """Of a copy for the daemon: as it is moved, but where only the daemon can make that of it."""
+        return self.stored_dtype() if self.block_cast() else self.dtype
 
     def on_device(self) -> bool:
         return not isinstance(self.array, numpy.ndarray) and self.array.device.type != "cpu"
@@ -137,8 +151,10 @@ class Part:
         return self.on_device() and self.array.device.type == "cuda"
 
     def in_place(self) -> bool:
-        """The memory is this process's own, and holds elements of the part's type at whole strides."""
-        if (self.on_device() and not self.on_gpu) or self.stored_dtype() != self.dtype:
+        """The memory is this process's own, and holds elements at whole strides that need no cast here."""
+        if self.on_device() and not self.on_gpu:
+            return False
+        if self.stored_dtype() != self.dtype and not self.cast_by_daemon():
             return False
         if isinstance(self.array, numpy.ndarray):
             return all(s >= 0 and s % self.array.itemsize == 0 for s in self.array.strides)
@@ -405,12 +421,12 @@ def empty_like_moved(part: Part) -> Any:
 
 
 def copy_into(part: Part, target: numpy.ndarray) -> None:
-    """Copies (and casts) a part into `target`, bytes of its size, dense."""
+    """Copies a part into `target`, dense, as elements of its copied_dtype()."""
     source = part.array
     if isinstance(source, numpy.ndarray):
-        view = target.view(numpy_dtype(part.dtype)).reshape(part.box_extent)
+        view = target.view(numpy_dtype(part.copied_dtype())).reshape(part.box_extent)
         numpy.copyto(view, source, casting="unsafe")
         return
     module = torch()
-    view = module.from_numpy(target).view(torch_dtype(part.dtype)).view(part.box_extent)
+    view = module.from_numpy(target).view(torch_dtype(part.copied_dtype())).view(part.box_extent)
     view.copy_(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import threading
 import time
 import warnings
@@ -178,6 +179,8 @@ class _Shard:
     address: int
     component: str
     on_gpu: bool = False
+    # How the elements lie there.
+    held_dtype: int = 0
     # Where the part is copied before each publish; None when it lies where the daemon reads it.
     target: Optional[numpy.ndarray] = None
     # The same on the part's own GPU, where the daemon reads it: a tensor of the type in which it is moved.
@@ -221,17 +224,23 @@ class Trainer:
     memory of this object, and cast on the way where `dtype` says so.
 
     CUDA tensors are read where they lie, by CUDA IPC, where the daemon runs with --memory=cuda; a publish waits
-    for what this process has given their GPUs to do. Where `dtype` says so they are cast on their GPU, into
-    memory there that stays as long as they are registered. What cannot be exported is refused by name
+    for what this process has given their GPUs to do. What cannot be exported is refused by name
     (NOT_EXPORTABLE: expandable_segments), as is another kind of device (CUDA_MEMORY); `bounce` copies them
     through the host instead.
+
+    Where `dtype` says so the daemon casts what it reads, with no copy here: fp32 to bf16 and fp16, and bf16
+    matrices to fp8 (e4m3) with one fp32 scale for each block of 128 x 128 elements, in a tensor beside it that
+    workers get by its name ("w_scale_inv" of "w"; w = fp8 x scale). Parts of such a matrix hold whole blocks
+    (DTYPE_MISMATCH). All other pairs are cast by torch or numpy, without scales: CUDA tensors on their GPU,
+    into memory there that stays as long as they are registered.
 
     Args:
       model: its name, 1 to 63 of [a-z0-9._-].
       rank, world_size: of this process or thread among the trainer's.
       address: of this machine's daemon: "host:port", "unix:/path" or "/path". None: where it is by default.
       dtype: in which type floating-point tensors are moved, for example torch.bfloat16 for fp32 masters;
-        or a dict of names (of the engine) to types; or a function of the name.
+        or a dict of names (of the engine) to types, for example torch.float8_e4m3fn for some matrices; or a
+        function of the name.
       tied: "first": of names for one tensor only the first is moved; "keep": all of them, each by itself.
       bounce: copy tensors on GPUs through host memory, in this process.
       update: how versions travel, where publish() does not say it: "network", "disk" (by way of a checkpoint
@@ -311,8 +320,8 @@ class Trainer:
 
         names: rules from these names to the engine's; see weightsync.names.
         share: moves the tensors of a torch module into shared memory, in place (their storage changes, the
-          parameters stay the same objects): then publish() copies nothing in this process. What is cast,
-          sharded, not contiguous or not on the CPU is copied all the same.
+          parameters stay the same objects): then publish() copies nothing in this process. What is cast
+          here (see `dtype`), sharded, not contiguous or not on the CPU is copied all the same.
 
         Types, shapes and boxes are checked against the other ranks and the workers that are there:
         CATALOG_MISMATCH, SHARDS_OVERLAP, DUPLICATE_NAME, …: the sentence names the parameter. May be called
@@ -416,6 +425,7 @@ class Trainer:
                 part.address if direct else 0 if shadow is None else shadow.data_ptr(),
                 part.component,
                 on_gpu and (direct or shadow is not None),
+                int(part.stored_dtype() if direct else part.dtype if shadow is not None else part.copied_dtype()),
                 shadow=shadow,
             )
             shards.append(shard)
@@ -460,7 +470,8 @@ class Trainer:
 
     def _place(self, copied: List[Tuple[_Shard, tensors.Part]], timeout: float) -> None:
         """Finds memory for the parts that are copied: that of the last registration if it is enough."""
-        total = sum(_aligned(part.size_bytes) for _, part in copied)
+        sizes = [math.prod(part.box_extent) * part.copied_dtype().itemsize for _, part in copied]
+        total = sum(_aligned(size) for size in sizes)
         if not total:
             return
         arena = next((a for a in self._copies if a.array.size >= total), None)
@@ -468,10 +479,10 @@ class Trainer:
             arena = self._allocate(total, timeout)
             self._copies.append(arena)
         at = 0
-        for shard, part in copied:
+        for (shard, _), size in zip(copied, sizes):
             shard.address = arena.address + at
-            shard.target = arena.array[at : at + part.size_bytes]
-            at += _aligned(part.size_bytes)
+            shard.target = arena.array[at : at + size]
+            at += _aligned(size)
 
     # ---- Publishing ----
 
@@ -550,10 +561,12 @@ class Trainer:
             raise invalid("LAYOUT_CHANGED", _difference(self._layout, layout))
         moved = False
         for shard, part in zip(self._shards, parts):
-            if _copied(shard, part):
-                continue
-            if (shard.address, shard.strides) != (part.address, part.strides):
+            if shard.target is not None and shard.held_dtype != part.copied_dtype():
                 moved = True
+            elif not _copied(shard, part):
+                here = (part.address, part.strides, part.stored_dtype())
+                if (shard.address, shard.strides, shard.held_dtype) != here:
+                    moved = True
         if moved:
             # What was read where it lay lies elsewhere now.
             self._register(parts, timeout)

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 
 namespace weightsync {
 namespace simulation {
@@ -23,6 +25,39 @@ std::string Describe(const Memory& memory) {
   }
   return "?";
 }
+
+namespace {
+
+bool IsNumber(absl::string_view text) {
+  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
+    return absl::ascii_isdigit(c);
+  });
+}
+
+// Whether it says who is to blame: a node or a replica by the names that they
+// have here (n0, r1), a rank or a worker by its number, or the update that was
+// in the way.
+bool NamesAParty(const v1::Failure& failure) {
+  absl::string_view before;
+  const std::string& text = failure.message();
+  for (size_t i = 0; i < text.size();) {
+    size_t end = i;
+    while (end < text.size() && absl::ascii_isalnum(text[end])) ++end;
+    const absl::string_view word(text.data() + i, end - i);
+    const bool named =
+        (word.size() > 1 && (word[0] == 'n' || word[0] == 'r') &&
+         IsNumber(word.substr(1))) ||
+        (IsNumber(word) &&
+         (before == "rank" || before == "worker" ||
+          (before == "version" && failure.reason() == "QUEUE_TIMEOUT")));
+    if (named) return true;
+    if (!word.empty()) before = word;
+    i = end + 1;
+  }
+  return false;
+}
+
+}  // namespace
 
 void Checker::Violation(std::string sentence) {
   if (violations_.size() < 16) violations_.push_back(std::move(sentence));
@@ -83,6 +118,11 @@ void Checker::Journalled(const JournalRecord& record) {
             id, end.superseded() ? " was superseded" : " was aborted",
             " after its commit: ", end.failure().message()));
       }
+      if (!active && !end.superseded() && !NamesAParty(end.failure())) {
+        Violation(absl::StrCat(
+            id, " was aborted and nobody is named: ", end.failure().reason(),
+            ": ", end.failure().message()));
+      }
       if (end.active() && !Committed(id)) {
         Violation(absl::StrCat(id, " ended well and was never committed"));
       }
@@ -132,6 +172,8 @@ void Checker::Adopted() {
       if (served.second >= removal_) served.second = 0;
     }
   }
+  // What they served may be lost.
+  for (const std::string& replica : fresh_) served_[replica] = 0;
 }
 
 void Checker::Held(const std::string& replica, bool held) {
@@ -143,7 +185,8 @@ void Checker::Held(const std::string& replica, bool held) {
 }
 
 void Checker::Restarted(const std::string& replica) {
-  served_[replica] = 0;
+  fresh_.insert(replica);
+  if (adopted_) served_[replica] = 0;
   without_.erase(replica);
   // It comes up running, and is asked to pause.
   held_.erase(replica);
@@ -187,6 +230,8 @@ void Checker::Serves(const std::string& replica,
   } else {
     without_.erase(replica);
   }
+  if (workers[0].kind == Memory::kOwn && fresh_.count(replica) != 0) return;
+  fresh_.erase(replica);
   int& before = served_[replica];
   const bool rolled_back =
       !rolled_back_to_.empty() && order >= commits_[rolled_back_to_];

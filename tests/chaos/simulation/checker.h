@@ -53,7 +53,8 @@ class Checker {
   // The cluster was adopted on another journal: what only the old one knew is
   // lost, and what was committed is what replicas have.
   void Adopted();
-  // Another process: it has served nothing yet.
+  // Another process: it may serve what it came with, and nothing older than what
+  // the one before served.
   void Restarted(const std::string& replica);
   // The engine takes a step with these.
   // `removed`: it was resumed without the model.
@@ -90,6 +91,8 @@ class Checker {
   std::map<std::string, bool> ends_;
   std::map<std::string, bool> outcomes_;
   std::map<std::string, int> served_;
+  // Replicas that were started again and have served no update since.
+  std::set<std::string> fresh_;
   std::set<std::string> held_;
   // STREAM: written before their commit.
   std::set<std::string> streamed_;

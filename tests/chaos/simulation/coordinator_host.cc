@@ -272,11 +272,15 @@ void World::Deliver(const std::shared_ptr<Link>& link,
     Trace("-> ", link->name, "  ", NameOf(command), "  ",
           command.has_define_layout() ? "" : command.ShortDebugString());
   }
+  // Answers are awaited by their number, and go with it.
+  const bool twice = !command.has_welcome() && !command.has_reply() &&
+                     random_.Chance(odds_.command_twice);
   link->last_down = std::max(link->last_down + 1, now_ + Delay());
   By(&nodes_[link->node], link->last_down - now_,
-     [this, link, command = std::move(command)] {
+     [this, link, twice, command = std::move(command)] {
        if (!link->node_open || link->drop_down) return;
        OnCommand(link->node, link, command);
+       if (twice && link->node_open) OnCommand(link->node, link, command);
      });
 }
 

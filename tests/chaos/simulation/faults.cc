@@ -9,10 +9,26 @@
 
 namespace weightsync {
 namespace simulation {
+namespace {
+
+// Late messages and calls are over after it.
+constexpr Time kAftermath = kSecond;
+// Histories that come to nothing for this long after the last fault are stuck.
+constexpr Time kPatience = 120 * kSecond;
+
+}  // namespace
 
 Time World::Downtime() {
-  return random_.Chance(500) ? random_.Between(10 * kMillisecond, kSecond)
-                             : random_.Between(kSecond, 6 * kSecond);
+  const Time downtime = random_.Chance(500)
+                            ? random_.Between(10 * kMillisecond, kSecond)
+                            : random_.Between(kSecond, 6 * kSecond);
+  Disturbed(downtime);
+  return downtime;
+}
+
+void World::Disturbed(Time duration) {
+  quiet_ = std::max(quiet_, now_ + duration + kAftermath);
+  give_up_ = quiet_ + kPatience;
 }
 
 void World::PlanFaults() {
@@ -60,16 +76,15 @@ void World::PlanFaults() {
     // Faults that come together find holes that single ones do not.
     const Time at = i > 0 && random_.Chance(500)
                         ? last + random_.Below(300 * kMillisecond)
-                        : kSecond + random_.Below(4 * kSecond);
+                        : kSecond + random_.Below(3 * kSecond);
     last = at;
-    quiet_ = std::max(quiet_, at);
+    Disturbed(at - now_);
     At(at, [this, name] { Inject(name); });
   }
-  // Everything that a fault began is over by then.
-  quiet_ += 7 * kSecond;
 }
 
 void World::Stop(Process* process, Time duration) {
+  Disturbed(duration);
   process->stopped_until = std::max(process->stopped_until, now_ + duration);
 }
 
@@ -110,8 +125,9 @@ void World::Inject(const std::string& kind) {
       if (node.cluster_id.empty()) return;
     }
     CrashCoordinator(10 * kSecond);
+    Disturbed(4 * kSecond);
     const int life = host_.life;
-    After(Downtime() / 4, [this, life] {
+    After(random_.Between(kMillisecond, 1500 * kMillisecond), [this, life] {
       if (host_.life == life) StartCoordinator(/*impostor=*/true);
     });
     if (random_.Chance(odds_.adopt)) {
@@ -162,7 +178,9 @@ void World::Inject(const std::string& kind) {
       After(random_.Between(50 * kMillisecond, 3 * kSecond), [this, e, life] {
         if (engines_[e].life == life) CrashEngine(e);
       });
-      After(random_.Between(3 * kSecond, 6 * kSecond), [this, e] {
+      const Time back = random_.Between(3 * kSecond, 6 * kSecond);
+      Disturbed(back);
+      After(back, [this, e] {
         if (!engines_[e].up) StartEngine(e);
       });
       return;
@@ -210,6 +228,7 @@ void World::Inject(const std::string& kind) {
     if (nodes_[n].link != nullptr) Break(nodes_[n].link);
   } else if (kind == "link_cut") {
     nodes_[n].cut_until = now_ + pause;
+    Disturbed(pause);
     if (nodes_[n].link != nullptr) Break(nodes_[n].link);
   } else if (kind == "control_break") {
     EndControl(e, /*client_sees=*/true);

@@ -70,6 +70,7 @@ struct Odds {
   // ---- Small troubles, each time ----
   int message_delayed = 15;  // up to two seconds instead of milliseconds
   int report_twice = 20;
+  int command_twice = 20;
   int hook_slow = 20;  // up to half again of its deadline
   int hook_fails = 15;
   int apply_slow = 20;

@@ -2,6 +2,8 @@
 //
 //   simulate --histories 1000 --seed 1     seeds 1 to 1000
 //   simulate --seed 4711 --trace           one of them, told event by event
+//   simulate --planted CommitForgotten --histories 4000
+//                                          with a fault that must be found
 //
 // Exit code: 0 when every promise held, 1 otherwise.
 
@@ -14,12 +16,16 @@
 
 #include "gflags/gflags.h"
 #include "glog/logging.h"
+#include "tests/chaos/simulation/plants.h"
 #include "tests/chaos/simulation/small_objects.h"
 #include "tests/chaos/simulation/world.h"
 
 DEFINE_uint64(seed, 1, "the first history");
 DEFINE_int64(histories, 1, "how many, with consecutive seeds");
 DEFINE_bool(trace, false, "print what happens");
+DEFINE_string(planted, "",
+              "a fault in the harness that must be found: the name of one of "
+              "plants.h");
 DEFINE_int32(failures, 5, "stop after so many histories that fail");
 
 namespace weightsync {
@@ -27,6 +33,17 @@ namespace simulation {
 namespace {
 
 int Main() {
+  Planted planted = Planted::kNone;
+  for (const Plant& plant : kPlants) {
+    if (FLAGS_planted == plant.name) planted = plant.planted;
+  }
+  if (!FLAGS_planted.empty() && planted == Planted::kNone) {
+    std::fprintf(stderr, "--planted: there is no %s; there are",
+                 FLAGS_planted.c_str());
+    for (const Plant& plant : kPlants) std::fprintf(stderr, " %s", plant.name);
+    std::fprintf(stderr, "\n");
+    return 2;
+  }
   const auto begin = std::chrono::steady_clock::now();
   const std::clock_t cpu_begin = std::clock();
   int failed = 0;
@@ -38,8 +55,7 @@ int Main() {
   for (int64_t i = 0; i < FLAGS_histories && failed < FLAGS_failures; ++i) {
     EndHistory();
     const uint64_t seed = FLAGS_seed + static_cast<uint64_t>(i);
-    World world(seed, Odds(), Planted::kNone,
-                FLAGS_trace ? &std::cout : nullptr);
+    World world(seed, Odds(), planted, FLAGS_trace ? &std::cout : nullptr);
     const Outcome outcome = world.Run();
     ++histories;
     events += outcome.events;

@@ -12,6 +12,8 @@
 #include "absl/strings/str_join.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
+#include "tests/chaos/simulation/checker.h"
+#include "tests/chaos/simulation/plants.h"
 #include "tests/chaos/simulation/small_objects.h"
 #include "tests/chaos/simulation/world.h"
 
@@ -70,13 +72,6 @@ TEST(SimulationTest, ASeedReplaysExactly) {
   }
 }
 
-// The sentence that must be among those of some history.
-struct Plant {
-  const char* name;
-  Planted planted;
-  const char* sentence;
-};
-
 class CheckerTest : public ::testing::TestWithParam<Plant> {};
 
 TEST_P(CheckerTest, ReportsIt) {
@@ -91,26 +86,31 @@ TEST_P(CheckerTest, ReportsIt) {
   FAIL() << "nobody noticed";
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Planted, CheckerTest,
-    ::testing::Values(
-        Plant{"CommitAfterTelling", Planted::kCommitAfterTelling,
-              "which is not committed"},
-        Plant{"CommitForgotten", Planted::kCommitForgotten,
-              "was aborted after its commit"},
-        Plant{"MixedReplica", Planted::kMixedReplica, "generates with a mix"},
-        Plant{"PauseNotDone", Planted::kPauseNotDone,
-              "while the engine generates"},
-        Plant{"NoDeadlines", Planted::kNoDeadlines, "stuck after"},
-        Plant{"AnswerLost", Planted::kAnswerLost, "stuck after"},
-        Plant{"TwoOutcomes", Planted::kTwoOutcomes, "two outcomes"},
-        Plant{"OlderWeights", Planted::kOlderWeights,
-              "older than what it served before"},
-        Plant{"HoldForgotten", Planted::kHoldForgotten,
-              "although an operator holds it paused"},
-        Plant{"ReleaseForgotten", Planted::kReleaseForgotten,
-              "older than what it served before"}),
-    [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Planted, CheckerTest, ::testing::ValuesIn(kPlants),
+                         [](const auto& test) {
+                           return std::string(test.param.name);
+                         });
+
+// The sentences themselves: what names nobody helps nobody.
+TEST(CheckerSentencesTest, AnAbortThatNamesNobodyIsReported) {
+  const auto ok = [](const std::string& reason, const std::string& message) {
+    Checker checker;
+    internal::v1::JournalRecord record;
+    record.mutable_update_ended()->set_update_id("u1");
+    record.mutable_update_ended()->mutable_failure()->set_reason(reason);
+    record.mutable_update_ended()->mutable_failure()->set_message(message);
+    checker.Journalled(record);
+    return checker.ok();
+  };
+  EXPECT_TRUE(ok("GATHER_TIMEOUT", "rank 1, 2 did not publish within 1m"));
+  EXPECT_TRUE(ok("NODE_LOST", "node n2 did not come back within 5s"));
+  EXPECT_TRUE(ok("HOOK_FAILED", "models/m/replicas/r1 cannot pause: no"));
+  EXPECT_TRUE(ok("X", "worker 0 of something"));
+  EXPECT_TRUE(ok("QUEUE_TIMEOUT", "version 3 of models/m is MOVING"));
+  EXPECT_FALSE(ok("X", "version 3 of models/m failed"));
+  EXPECT_FALSE(ok("SAVE_TIMEOUT", "it was not written within 10m"));
+  EXPECT_FALSE(ok("X", "rank and node and 3 new routes"));
+}
 
 }  // namespace
 }  // namespace simulation

@@ -9,8 +9,6 @@ namespace simulation {
 
 namespace {
 
-// Histories that do nothing for this long after the last fault are stuck.
-constexpr Time kPatience = 120 * kSecond;
 // From a version's end until every engine generates with it.
 constexpr Time kSettle = 15 * kSecond;
 
@@ -135,7 +133,6 @@ Outcome World::Run() {
   }
   for (size_t i = 0; i < ranks_.size(); ++i) StartRank(static_cast<int>(i));
   PlanFaults();
-  give_up_ = quiet_ + kPatience;
   After(random_.Between(300 * kMillisecond, kSecond), [this] { Round(); });
 
   while (!over_ && checker_.ok()) {

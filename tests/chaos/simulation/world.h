@@ -462,7 +462,10 @@ class World {
   // What a fault hits: the state of the newest update, as people call it.
   std::string StateNow() const;
   void Stop(Process* process, Time duration);
+  // How long something that died is away. Disturbs for as long.
   Time Downtime();
+  // Something will not be as it should be for so long from now.
+  void Disturbed(Time duration);
 
   template <typename... Args>
   void Trace(const Args&... args) {
@@ -552,8 +555,9 @@ class World {
   int64_t next_order_ = 1;
   int64_t next_admin_ = 1;
 
-  // Faults are over from here on.
+  // Faults, and what they began, are over from here on.
   Time quiet_ = 0;
+  // When every replica that can serve must.
   Time give_up_ = 0;
   int round_ = 0;
   int64_t round_version_ = 0;

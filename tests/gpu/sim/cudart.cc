@@ -121,7 +121,8 @@ bool CheckDevice(const void* pointer, Context* context, const char* call) {
 
 // One or several copies on a stream; `pageable` where the host must wait.
 cudaError_t Copies(std::vector<CopyItem> items, cudaMemcpyKind kind,
-                   cudaStream_t stream, const char* call, bool host_waits) {
+                   cudaStream_t stream, const char* call, bool host_waits,
+                   bool stall = false) {
   Context* context;
   int slot;
   if (!ResolveStream(stream, call, &context, &slot))
@@ -151,6 +152,10 @@ cudaError_t Copies(std::vector<CopyItem> items, cudaMemcpyKind kind,
       wait = true;
     if (!item.src_device && (host_waits || !IsPinned(src, item.bytes)))
       wait = true;
+  }
+  if (stall) {
+    context->submitted[slot] =
+        context->Call(Op::kStall, {static_cast<uint64_t>(slot)}).arg[0];
   }
   constexpr size_t kMost = kMaxPayload / sizeof(CopyItem);
   for (size_t at = 0; at < items.size(); at += kMost) {
@@ -195,7 +200,8 @@ struct FatBinaryWrapper {
 };
 
 // Whether the module has code for the simulated devices: a binary of their
-// generation, or PTX of at most theirs.
+// generation, or PTX of at most theirs (not with GPU_SIM_PTX=0: then a
+// generation that was left out shows).
 bool HasCode(const void* fat_binary) {
   const auto* wrapper = static_cast<const FatBinaryWrapper*>(fat_binary);
   if (wrapper->magic != 0x466243b1) return false;
@@ -219,7 +225,8 @@ bool HasCode(const void* fat_binary) {
     memcpy(&arch, data + at + 28, 4);
     if (kind == 2 && arch / 10 == capability / 10 && arch <= capability)
       return true;
-    if (kind == 1 && arch <= capability) return true;
+    if (kind == 1 && arch <= capability && EnvNumber("GPU_SIM_PTX", 1) != 0)
+      return true;
     at += entry_header + entry_bytes;
   }
   return false;
@@ -648,11 +655,13 @@ GPU_SIM_API cudaError_t cudaPointerGetAttributes(
 GPU_SIM_API cudaError_t cudaMemcpyAsync(void* dst, const void* src,
                                         size_t bytes, cudaMemcpyKind kind,
                                         cudaStream_t stream) {
-  ENTER(cudaMemcpyAsync);
+  Fault fault;
+  if (const cudaError_t error = Enter("cudaMemcpyAsync", &fault))
+    return Record(error);
   if (bytes == 0) return cudaSuccess;
   return Record(Copies({{reinterpret_cast<uint64_t>(dst),
                          reinterpret_cast<uint64_t>(src), bytes, 0, 0}},
-                       kind, stream, "cudaMemcpyAsync", false));
+                       kind, stream, "cudaMemcpyAsync", false, fault.stall));
 }
 GPU_SIM_API cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes,
                                    cudaMemcpyKind kind) {
@@ -1011,6 +1020,8 @@ CUresult MemGetAddressRange(CUdeviceptr* base, size_t* bytes,
 
 CUresult PointerGetAttribute(void* data, CUpointer_attribute attribute,
                              CUdeviceptr pointer) {
+  if (const Fault fault = Planted("cuPointerGetAttribute"); fault.error)
+    return static_cast<CUresult>(fault.error);
   Context* const context = ContextOf(pointer);
   Range range;
   if (context == nullptr || !context->FindRange(pointer, &range))

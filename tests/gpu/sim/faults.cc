@@ -1,5 +1,6 @@
 #include "tests/gpu/sim/faults.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -54,6 +55,8 @@ std::vector<Rule> Parse(std::istream& lines) {
         rule.hang = number != 0;
       } else if (name == "stall") {
         rule.fault.stall = number != 0;
+      } else if (name == "note") {
+        rule.fault.note = number != 0;
       } else if (name == "unexportable") {
         rule.fault.unexportable = number != 0;
       } else {
@@ -69,7 +72,7 @@ std::vector<Rule> Parse(std::istream& lines) {
 
 }  // namespace
 
-Fault Planted(const char* name) {
+Fault Planted(const char* name, const std::string& given) {
   static std::mutex* const mutex = new std::mutex;
   static std::vector<Rule>* const rules = new std::vector<Rule>;
   static struct timespec read_at = {0, 0};
@@ -104,6 +107,15 @@ Fault Planted(const char* name) {
       hang = rule.hang;
       break;
     }
+  }
+  if (fault.note) {
+    const std::string line = name + (given.empty() ? "" : " " + given) + "\n";
+    const int fd = open((Dir() + "/notes").c_str(),
+                        O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || write(fd, line.data(), line.size()) !=
+                      static_cast<ssize_t>(line.size()))
+      Die("notes");
+    close(fd);
   }
   while (hang) pause();
   return fault;

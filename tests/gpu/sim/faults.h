@@ -10,12 +10,18 @@
 //   error=E        the call does nothing and returns E
 //   sticky=E       as error, and the context is lost: every later call says E
 //   hang=1         the call never returns
-//   stall=1        (cudaLaunchKernel) the stream does no more work
+//   stall=1        the call returns, and what it began never ends: the stream
+//                  does no more work (cudaLaunchKernel, cudaMemcpyAsync), the
+//                  communicator stays in progress (ncclCommFinalize)
+//   note=1         the call goes on, and is noted in $GPU_SIM_DIR/notes, with
+//                  what it was given where that is nowhere else to be seen
 //   unexportable=1 (cudaMalloc) the memory is as PyTorch's expandable segments
 //   async=E        (ncclGroupEnd) the communicator has the error E from now on
 // e.g. "call=cudaMalloc error=2 after=1", "call=ncclCommAbort hang=1".
 #ifndef WEIGHTSYNC_TESTS_GPU_SIM_FAULTS_H_
 #define WEIGHTSYNC_TESTS_GPU_SIM_FAULTS_H_
+
+#include <string>
 
 namespace gpu_sim {
 
@@ -25,11 +31,15 @@ struct Fault {
   int async = 0;
   bool stall = false;
   bool unexportable = false;
-  bool any() const { return error || sticky || async || stall || unexportable; }
+  bool note = false;
+  bool any() const {
+    return error || sticky || async || stall || unexportable || note;
+  }
 };
 
-// What is planted for this call of `name`. Does not return from a hang.
-Fault Planted(const char* name);
+// What is planted for this call of `name`, with `given`, for notes. Does not
+// return from a hang.
+Fault Planted(const char* name, const std::string& given = "");
 
 }  // namespace gpu_sim
 

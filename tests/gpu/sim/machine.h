@@ -10,9 +10,12 @@
 //   GPU_SIM_NCCL_VERSION    what ncclGetVersion says (default: the headers')
 //   GPU_SIM_KERNELS         libraries of host twins, separated by ':'
 //   GPU_SIM_EXECUTOR        the executor's program (default: beside the
-//   library) GPU_SIM_DELAY_US        before every operation, up to this long
-//   (default 50) GPU_SIM_ROLE            the name by which a fault picks this
-//   process
+//                           library)
+//   GPU_SIM_DELAY_US        before every operation, up to this long (default
+//                           50)
+//   GPU_SIM_ROLE            the name by which a fault picks this process
+//   GPU_SIM_CC              compute capability, 10 x major + minor (default 90)
+//   GPU_SIM_PTX             0: only code of that generation runs, and no PTX
 //
 // $GPU_SIM_DIR/faults says what is to go wrong (faults.h);
 // $GPU_SIM_DIR/findings collects misuse, one line each: a test that leaves any

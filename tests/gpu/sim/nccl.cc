@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <mutex>
 #include <set>
 #include <string>
@@ -24,6 +26,7 @@ struct ncclComm {
   bool blocking;
   // A non-blocking communicator is in progress for a moment after each call.
   std::atomic<int> in_progress{0};
+  std::atomic<bool> stalled{false};
 };
 
 namespace gpu_sim {
@@ -43,15 +46,28 @@ bool Known(ncclComm* comm, const char* call) {
   return false;
 }
 
-ncclResult_t Planned(const char* name, Fault* fault = nullptr) {
+ncclResult_t Planned(const char* name, Fault* fault = nullptr,
+                     const std::string& given = "") {
   if (!UsableProcess()) return ncclUnhandledCudaError;
-  const Fault planted = Planted(name);
+  const Fault planted = Planted(name, given);
   if (fault != nullptr) *fault = planted;
   return static_cast<ncclResult_t>(planted.error);
 }
 
 #define ENTER(name) \
   if (const ncclResult_t planned = Planned(#name)) return planned
+
+// What stands in the machine's file (the real one has /etc/nccl.conf, and one
+// of the user's): set where the environment does not say otherwise.
+void ReadSettings() {
+  std::ifstream file(Dir() + "/nccl.conf");
+  std::string line;
+  while (std::getline(file, line)) {
+    const size_t equals = line.find('=');
+    if (line.empty() || line[0] == '#' || equals == std::string::npos) continue;
+    setenv(line.substr(0, equals).c_str(), line.substr(equals + 1).c_str(), 0);
+  }
+}
 
 ncclResult_t State(ncclComm* comm) {
   const Reply reply = comm->context->Call(Op::kNcclQuery, {comm->id});
@@ -195,6 +211,7 @@ GPU_SIM_API const char* ncclGetLastError(ncclComm_t) { return ""; }
 
 GPU_SIM_API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   ENTER(ncclGetUniqueId);
+  ReadSettings();
   memset(id, 0, sizeof(*id));
   const int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
   if (fd < 0 || read(fd, id->internal, kNcclKeyBytes) != kNcclKeyBytes)
@@ -207,7 +224,17 @@ GPU_SIM_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int ranks,
                                                 ncclUniqueId id, int rank,
                                                 ncclConfig_t* config) {
   *out = nullptr;
-  ENTER(ncclCommInitRankConfig);
+  std::string given;
+  if (config != nullptr) {
+    given = "blocking=" + std::to_string(config->blocking) +
+            " minCTAs=" + std::to_string(config->minCTAs) +
+            " maxCTAs=" + std::to_string(config->maxCTAs) +
+            " CTAPolicy=" + std::to_string(config->CTAPolicy);
+  }
+  if (const ncclResult_t planned =
+          Planned("ncclCommInitRankConfig", nullptr, given))
+    return planned;
+  ReadSettings();
   if (rank < 0 || rank >= ranks) return ncclInvalidArgument;
   if (config != nullptr && config->magic != 0xcafebeef)
     return ncclInvalidArgument;
@@ -254,14 +281,18 @@ GPU_SIM_API ncclResult_t ncclCommGetAsyncError(ncclComm_t comm,
   ENTER(ncclCommGetAsyncError);
   if (!Known(comm, "ncclCommGetAsyncError")) return ncclInvalidArgument;
   *result = State(comm);
-  if (*result == ncclSuccess && comm->in_progress.exchange(0) > 0)
+  if (*result == ncclSuccess &&
+      (comm->in_progress.exchange(0) > 0 || comm->stalled))
     *result = ncclInProgress;
   return ncclSuccess;
 }
 
 GPU_SIM_API ncclResult_t ncclCommFinalize(ncclComm_t comm) {
-  ENTER(ncclCommFinalize);
+  Fault fault;
+  if (const ncclResult_t planned = Planned("ncclCommFinalize", &fault))
+    return planned;
   if (!Known(comm, "ncclCommFinalize")) return ncclInvalidArgument;
+  comm->stalled = fault.stall;
   if (!comm->blocking) {
     comm->in_progress = 1;
     return ncclInProgress;

@@ -93,6 +93,8 @@ class AgentChannel final : public tcp::PayloadChannel {
       if (bytes == 0) return absl::OkStatus();
       absl::Status status =
           agent()->ChannelMove(epoch_, id_, send, piece, timeout, stopped);
+      // Until its end a copy engine may write to what was to be received into.
+      if (!status.ok() && !send) agent()->AwaitEnd(epoch_, status);
       if (status.ok() && !send) {
         for (const Bounced& part : bounced)
           memcpy(part.here, buffer_ + part.at, part.bytes);

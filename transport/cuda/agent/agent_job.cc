@@ -20,10 +20,18 @@ std::string AgentPack::Encode() const {
   out.Put(static_cast<uint64_t>(pieces.size()));
   for (const AgentPiece& piece : pieces) {
     const CopyTask& copy = piece.copy;
-    out.Put(piece.offset).Put(piece.source).Put(piece.cast);
+    out.Put(piece.offset).Put(piece.source).Put(copy.cast);
     out.Put(copy.run_bytes).Put(copy.ordinal).Put(copy.first_element);
     out.Put(copy.element_bytes).Put(static_cast<uint32_t>(copy.dims.size()));
     for (const CopyDim& dim : copy.dims) out.Put(dim);
+    if (!copy.has_blocks()) continue;
+    const CopyBlocks& blocks = copy.blocks;
+    out.Put(static_cast<int64_t>(blocks.src - copy.source()));
+    out.Put(static_cast<int64_t>(copy.src - copy.source()));
+    out.Put(blocks.row_stride).Put(blocks.column_stride);
+    out.Put(blocks.rows).Put(blocks.columns);
+    out.Put(blocks.first_row).Put(blocks.first_column);
+    out.Put(blocks.matrix_columns);
   }
   return out.bytes();
 }
@@ -41,7 +49,7 @@ absl::StatusOr<AgentPack> AgentPack::Decode(absl::string_view bytes) {
     AgentPiece piece;
     piece.offset = in.Get<int64_t>();
     piece.source = in.Get<AgentPlace>();
-    piece.cast = in.Get<DeviceCast>();
+    piece.copy.cast = in.Get<CopyCast>();
     piece.copy.run_bytes = in.Get<int64_t>();
     piece.copy.ordinal = in.Get<uint32_t>();
     piece.copy.first_element = in.Get<int64_t>();
@@ -50,6 +58,18 @@ absl::StatusOr<AgentPack> AgentPack::Decode(absl::string_view bytes) {
     if (dims > kMaxCopyDims) return Malformed();
     for (uint32_t d = 0; d < dims; ++d)
       piece.copy.dims.push_back(in.Get<CopyDim>());
+    if (piece.copy.has_blocks()) {
+      CopyBlocks& blocks = piece.copy.blocks;
+      piece.blocks_offset = in.Get<int64_t>();
+      piece.src_offset = in.Get<int64_t>();
+      blocks.row_stride = in.Get<int64_t>();
+      blocks.column_stride = in.Get<int64_t>();
+      blocks.rows = in.Get<int64_t>();
+      blocks.columns = in.Get<int64_t>();
+      blocks.first_row = in.Get<int64_t>();
+      blocks.first_column = in.Get<int64_t>();
+      blocks.matrix_columns = in.Get<int64_t>();
+    }
     pack.pieces.push_back(std::move(piece));
   }
   if (!in.done()) return Malformed();

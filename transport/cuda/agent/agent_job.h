@@ -32,8 +32,18 @@ struct AgentPlace {
 struct AgentPiece {
   int64_t offset = 0;
   AgentPlace source;
-  CopyTask copy;                        // src is not used
-  DeviceCast cast = DeviceCast::kNone;  // not kBF16ToF8E4M3
+  // Its addresses mean nothing, but for how far they are from each other:
+  // `source` is where copy.source() is.
+  CopyTask copy;
+  // What Decode found of that, in bytes from `source`.
+  int64_t blocks_offset = 0;
+  int64_t src_offset = 0;
+
+  // The addresses of the copy, in the process that has `source` at `base`.
+  void PlaceAt(const char* base) {
+    copy.src = base + src_offset;
+    if (copy.has_blocks()) copy.blocks.src = base + blocks_offset;
+  }
 };
 
 // Fill one bucket: in the store, or in a slot, and from there, frame by frame,
@@ -95,7 +105,9 @@ struct AgentUsage {
   int64_t total_bytes = 0;
   int64_t imports = 0;
   // Of channels over NCCL: staging buffers, also those that wait for the next
-  // one, and by how much less was free when communicators had been made.
+  // one, and by how much less was free when communicators had been made, which
+  // NCCL does not tell: at most 512 MiB for each, and an estimate, because it
+  // counts what any other process of the GPU took or freed meanwhile.
   int64_t nccl_bytes = 0;
 };
 

@@ -19,8 +19,6 @@ namespace cuda {
 namespace {
 
 constexpr absl::Duration kCloseDeadline = absl::Seconds(5);
-// Of a process that was killed, with a context of CUDA.
-constexpr absl::Duration kEndDeadline = absl::Seconds(20);
 constexpr int64_t kPieceAlignment = 16;
 
 int64_t Aligned(int64_t bytes) {
@@ -216,23 +214,6 @@ absl::StatusOr<uint64_t> AgentMemory::AwaitEpoch(const Gpu& gpu) const {
   }
 }
 
-void AgentMemory::AwaitEnd(const Gpu& gpu, uint64_t epoch,
-                           const absl::Status& status) {
-  const std::string reason = ReasonOf(status);
-  if (reason != "DEVICE_AGENT_LOST" && reason != "DEVICE_AGENT_HUNG" &&
-      reason != "DEVICE_FAULT" && reason != "DEVICE_STALLED")
-    return;
-  const absl::Time until = absl::Now() + kEndDeadline;
-  while (gpu.agent->Runs(epoch)) {
-    if (absl::Now() >= until) {
-      LOG(ERROR) << "the device agent of " << gpu.uuid
-                 << " does not end although it was killed";
-      return;
-    }
-    absl::SleepFor(absl::Milliseconds(2));
-  }
-}
-
 class AgentMemory::SlotLease {
  public:
   SlotLease(AgentMemory* memory, Gpu* gpu, uint64_t slot)
@@ -394,13 +375,13 @@ absl::Status AgentMemory::PackOn(
     piece.offset = request.pieces[i].offset;
     piece.copy = request.pieces[i].copy;
     piece.source = {AgentPlace::Kind::kImport, *import,
-                    piece.copy.src - regions[i]->data()};
+                    piece.copy.source() - regions[i]->data()};
     pack.pieces.push_back(std::move(piece));
   }
   const absl::Status status =
       gpu->agent->Pack(*now, pack, std::move(on_frames), options_.timeout)
           .status();
-  if (!status.ok()) AwaitEnd(*gpu, *now, status);
+  if (!status.ok()) gpu->agent->AwaitEnd(*now, status);
   return status;
 }
 
@@ -413,7 +394,7 @@ absl::Status AgentMemory::Pack(const PackRequest& request, PackResult* result) {
       regions.push_back(nullptr);
       continue;
     }
-    regions.push_back(FindRegion(piece.copy.src));
+    regions.push_back(FindRegion(piece.copy.source()));
     if (regions.back() == nullptr) {
       host = true;
       continue;
@@ -504,7 +485,7 @@ absl::Status AgentMemory::PackMixed(const PackRequest& request,
     }
     status = gpu->agent->Copy(epoch, copies, options_.timeout);
     if (!status.ok()) {
-      AwaitEnd(*gpu, epoch, status);
+      gpu->agent->AwaitEnd(epoch, status);
       return status;
     }
   }
@@ -550,11 +531,11 @@ absl::Status AgentMemory::Copy(absl::Span<const CopyTask> tasks,
     if (task.dst != nullptr && FindRegion(task.dst) != nullptr)
       return BadCopy("nobody copies into a trainer's memory");
     int64_t offset = 0;
-    if (FindDevice(task.src, &offset).gpu != nullptr) {
+    if (FindDevice(task.source(), &offset).gpu != nullptr) {
       on_device.push_back(&task);
       continue;
     }
-    std::shared_ptr<const Region> region = FindRegion(task.src);
+    std::shared_ptr<const Region> region = FindRegion(task.source());
     if (region == nullptr && task.dst != nullptr &&
         FindDevice(task.dst, &offset).gpu != nullptr) {
       on_device.push_back(&task);
@@ -643,7 +624,7 @@ absl::Status AgentMemory::CopyFrom(Gpu* gpu, absl::Span<const CopyTask> tasks,
     if (copies.empty()) continue;
     status = gpu->agent->Copy(epoch, copies, options_.timeout);
     if (!status.ok()) {
-      AwaitEnd(*gpu, epoch, status);
+      gpu->agent->AwaitEnd(epoch, status);
       return status;
     }
   }

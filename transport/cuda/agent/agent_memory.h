@@ -157,9 +157,6 @@ class AgentMemory final : public Memory {
   // digest.
   absl::Status CopyOnDevice(absl::Span<const CopyTask* const> tasks,
                             Digest* digest);
-  // After a call that an agent has not answered: until it has ended, so that
-  // nothing of it writes to our memory.
-  void AwaitEnd(const Gpu& gpu, uint64_t epoch, const absl::Status& status);
 
   using Regions = std::vector<std::shared_ptr<const Region>>;
   // Of a request, those pieces whose region is of `gpu`, into `bucket`.

@@ -173,6 +173,8 @@ absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
   for (const CopyTask* task : tasks) {
     absl::Status status = task->Validate();
     if (!status.ok()) return status;
+    if (task->cast != CopyCast::kNone)
+      return BadCopy("what a GPU's segment has is not cast any more");
     int64_t from_offset = 0, to_offset = 0;
     const DeviceInfo from = FindDevice(task->src, &from_offset);
     const DeviceInfo to =
@@ -216,7 +218,7 @@ absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
       if (part.ok()) *digest += *part;
     }
     if (!status.ok()) {
-      AwaitEnd(*gpu, epoch, status);
+      gpu->agent->AwaitEnd(epoch, status);
       return status;
     }
   }

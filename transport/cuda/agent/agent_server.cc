@@ -37,8 +37,18 @@ namespace {
 
 constexpr absl::Duration kEndDeadline = absl::Seconds(10);
 constexpr absl::Duration kCloseDeadline = absl::Seconds(4);
+// Of two ranks, with few channels: more has another reason.
+constexpr int64_t kMaxCommunicatorBytes = int64_t{512} << 20;
 // At a time: each has a thread.
 constexpr size_t kMaxRequests = 512;
+// Those that end something, or give it back, when there are so many: what is
+// left out would be there for as long as the agent is.
+constexpr size_t kMaxEnds = 2 * kMaxRequests;
+
+bool IsEnd(AgentMessage type) {
+  return type == AgentMessage::kClose || type == AgentMessage::kUnmapHost ||
+         type == AgentMessage::kFreeStore || type == AgentMessage::kChannelEnd;
+}
 
 absl::Status BadJob(absl::string_view what) {
   return MakeError(absl::StatusCode::kInvalidArgument, "BAD_JOB", what);
@@ -63,17 +73,16 @@ class HostMap {
       return MakeErrnoError(absl::StatusCode::kResourceExhausted,
                             "HOST_MAP_FAILED", "the store", errno);
     }
+    // Unmapped when nothing can reach it any more.
+    const std::shared_ptr<const void> mapped(
+        data, [bytes](void* gone) { munmap(gone, bytes); });
     std::shared_ptr<HostMap> map(new HostMap);
     map->data_ = static_cast<char*>(data);
     map->bytes_ = bytes;
-    auto pinned = memory->PinHost(map->data_, bytes, true);
+    auto pinned = memory->PinHost(map->data_, bytes, true, mapped);
     if (!pinned.ok()) return pinned.status();
     map->pinned_ = *std::move(pinned);
     return map;
-  }
-  ~HostMap() {
-    pinned_.reset();
-    munmap(data_, bytes_);
   }
   char* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
@@ -104,6 +113,14 @@ class AgentServer {
         Answer(packet->id, absl::OkStatus());
         continue;
       }
+      if (packet->type == AgentMessage::kChannelStop) {
+        // From here, too: it is what ends requests that wait, and needs no
+        // thread of those that they have.
+        AgentReader in(packet->payload);
+        if (const auto channel = FindChannel(in.Get<uint64_t>()))
+          channel->stop = true;
+        continue;
+      }
       if (packet->type == AgentMessage::kConfigure ||
           packet->type == AgentMessage::kDevices) {
         Handle(*std::move(packet));
@@ -119,7 +136,7 @@ class AgentServer {
         at->thread.join();
         at = workers.erase(at);
       }
-      if (workers.size() >= kMaxRequests) {
+      if (workers.size() >= (IsEnd(packet->type) ? kMaxEnds : kMaxRequests)) {
         Answer(packet->id,
                MakeError(absl::StatusCode::kResourceExhausted, "AGENT_BUSY",
                          absl::StrCat("the agent has ", workers.size(),
@@ -135,7 +152,7 @@ class AgentServer {
                          done});
     }
     {
-      absl::MutexLock lock(&mutex_);
+      absl::MutexLock lock(&channels_mutex_);
       for (const auto& [id, channel] : channels_) channel->stop = true;
     }
     // The daemon is gone, and nobody is left who could kill this.
@@ -146,9 +163,15 @@ class AgentServer {
     }).detach();
     for (Worker& worker : workers) worker.thread.join();
     {
-      absl::MutexLock lock(&mutex_);
+      absl::MutexLock lock(&channels_mutex_);
       channels_.clear();
+    }
+    {
+      absl::MutexLock lock(&nccl_mutex_);
       nccl_.reset();
+    }
+    {
+      absl::MutexLock lock(&mutex_);
       imports_.clear();
       hosts_.clear();
       stores_.clear();
@@ -211,7 +234,8 @@ class AgentServer {
         status = Open(in.GetString(), writable, &out);
         // What was opened to look at it is closed before its owner, who frees
         // it then, hears that it was refused.
-        if (!status.ok()) memory_->core()->Drain(kCloseDeadline);
+        if (!status.ok() && !memory_->core()->Drain(kCloseDeadline))
+          LOG(WARNING) << "what was opened to be looked at is not closed yet";
         break;
       }
       case AgentMessage::kClose: {
@@ -224,7 +248,14 @@ class AgentServer {
           imports_.erase(at);
         }
         // Its owner frees it when it hears that it is closed.
-        memory_->core()->Drain(kCloseDeadline);
+        if (!memory_->core()->Drain(kCloseDeadline)) {
+          status = MakeError(
+              absl::StatusCode::kDeadlineExceeded, "CLOSE_PENDING",
+              absl::StrCat("the allocation is still open after ",
+                           absl::FormatDuration(kCloseDeadline),
+                           ", and is closed when the GPU has done what it is "
+                           "at"));
+        }
         break;
       }
       case AgentMessage::kMapHost: {
@@ -285,13 +316,9 @@ class AgentServer {
       case AgentMessage::kChannelMove:
         status = UseChannel(request.type, &in, &out);
         break;
-      case AgentMessage::kChannelStop:
-        if (const auto channel = FindChannel(in.Get<uint64_t>()))
-          channel->stop = true;
-        return;
       case AgentMessage::kChannelEnd: {
         std::shared_ptr<Channel> gone;
-        absl::MutexLock lock(&mutex_);
+        absl::MutexLock lock(&channels_mutex_);
         const auto at = channels_.find(in.Get<uint64_t>());
         if (at == channels_.end()) break;
         gone = std::move(at->second);
@@ -340,6 +367,9 @@ class AgentServer {
     options.device_uuid = config->device_uuid;
     options.keep_free_bytes = config->keep_free_bytes;
     options.core.stall_deadline = absl::Milliseconds(config->stall_deadline_ms);
+    // A pack to the host takes two, and each slot may have one; the rest is for
+    // what is short. They are made when they are first wanted.
+    options.core.lanes = 2 * std::max(1, config->slots) + 2;
     absl::StatusOr<std::unique_ptr<CudaMemory>> memory =
         CudaMemory::Create(host_.get(), options);
     if (!memory.ok()) return memory.status();
@@ -387,8 +417,11 @@ class AgentServer {
     told.free_bytes = usage->free_bytes;
     told.total_bytes = usage->total_bytes;
     told.imports = memory_->imports()->size();
-    absl::MutexLock lock(&mutex_);
-    if (nccl_ != nullptr) told.nccl_bytes = nccl_->staging_bytes();
+    {
+      absl::MutexLock lock(&nccl_mutex_);
+      if (nccl_ != nullptr) told.nccl_bytes = nccl_->staging_bytes();
+    }
+    absl::MutexLock lock(&channels_mutex_);
     for (const auto& [id, channel] : channels_)
       told.nccl_bytes += channel->communicator_bytes;
     out->Put(told);
@@ -468,47 +501,29 @@ class AgentServer {
       host = *found;
     }
     std::vector<PackPiece> pieces;
-    std::vector<CastSpec> casts;
-    for (const AgentPiece& piece : job->pieces) {
+    for (AgentPiece piece : job->pieces) {
       PackPiece placed;
       placed.offset = piece.offset;
-      placed.copy = piece.copy;
       // How far it reaches is checked against the allocation by the pack.
       const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
       if (!source.ok()) return source.status();
-      placed.copy.src = *source;
+      piece.PlaceAt(*source);
+      placed.copy = std::move(piece.copy);
       pieces.push_back(std::move(placed));
-      if (piece.cast == DeviceCast::kBF16ToF8E4M3)
-        return BadJob("scales are not known here");
-      casts.push_back(CastSpec());
-      casts.back().cast = piece.cast;
     }
     request.bucket = *bucket;
     request.bucket_bytes = job->bucket_bytes;
     request.frame_bytes = job->frame_bytes;
     request.pieces = pieces;
-    absl::Status copied;
     request.on_frames = [&](int64_t first, int64_t last,
                             absl::Span<const Digest> digests) {
-      // The GPU packs the next part meanwhile.
-      if (host != nullptr && copied.ok()) {
-        CopyTask task;
-        const int64_t begin = first * job->frame_bytes;
-        task.src = *bucket + begin;
-        task.dst = host + begin;
-        task.run_bytes =
-            std::min(job->bucket_bytes, last * job->frame_bytes) - begin;
-        copied = memory_->Copy({task}, CopyOptions(), nullptr);
-      }
-      if (!copied.ok()) return;
       AgentWriter frames;
       frames.Put(first).Put(last);
       for (const Digest& digest : digests) frames.Put(digest);
       Say(AgentMessage::kFrames, id, frames.bytes());
     };
     PackResult result;
-    absl::Status status = memory_->PackCast(request, casts, &result);
-    if (status.ok()) status = copied;
+    const absl::Status status = memory_->PackTo(request, host, &result);
     if (status.ok()) out->Put(result.bucket);
     return status;
   }
@@ -518,11 +533,11 @@ class AgentServer {
     if (!job.ok()) return job.status();
     std::vector<std::shared_ptr<const void>> keep;
     std::vector<CopyTask> tasks;
-    for (const AgentPiece& piece : job->pieces) {
+    for (AgentPiece piece : job->pieces) {
       const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
       if (!source.ok()) return source.status();
-      tasks.push_back(piece.copy);
-      tasks.back().src = *source;
+      piece.PlaceAt(*source);
+      tasks.push_back(std::move(piece.copy));
       tasks.back().dst = nullptr;
     }
     Digest digest;
@@ -596,14 +611,15 @@ class AgentServer {
     std::atomic<int64_t> communicator_bytes{0};
   };
 
-  // 0 where it cannot be told.
+  // 0 where it cannot be told. Of the whole GPU: what others take and free
+  // meanwhile counts as well.
   int64_t FreeBytes() {
     const absl::StatusOr<CudaMemory::Usage> usage = memory_->GetUsage();
     return usage.ok() ? usage->free_bytes : 0;
   }
 
   std::shared_ptr<Channel> FindChannel(uint64_t id) {
-    absl::MutexLock lock(&mutex_);
+    absl::MutexLock lock(&channels_mutex_);
     const auto at = channels_.find(id);
     return at == channels_.end() ? nullptr : at->second;
   }
@@ -612,7 +628,7 @@ class AgentServer {
     nccl::NcclDevice* device;
     {
       // NCCL is loaded when the first group wants it.
-      absl::MutexLock lock(&mutex_);
+      absl::MutexLock lock(&nccl_mutex_);
       if (nccl_ == nullptr) {
         absl::StatusOr<std::unique_ptr<nccl::NcclDevice>> made =
             nccl::NcclDevice::Create(nccl_options_);
@@ -626,9 +642,14 @@ class AgentServer {
     if (!end.ok()) return end.status();
     auto channel = std::make_shared<Channel>();
     channel->end = *std::move(end);
-    absl::MutexLock lock(&mutex_);
-    out->Put(++next_id_);
-    channels_[next_id_] = std::move(channel);
+    uint64_t id;
+    {
+      absl::MutexLock lock(&mutex_);
+      id = ++next_id_;
+    }
+    out->Put(id);
+    absl::MutexLock lock(&channels_mutex_);
+    channels_[id] = std::move(channel);
     return absl::OkStatus();
   }
 
@@ -646,10 +667,11 @@ class AgentServer {
       return channel->end->Accept(in->GetString());
     const absl::Duration timeout = absl::Nanoseconds(in->Get<int64_t>());
     if (type == AgentMessage::kChannelConnect) {
-      // NCCL does not say what it takes.
+      // NCCL does not say what it takes: this is a guess, and no wild one.
       const int64_t before = FreeBytes();
       const absl::Status status = channel->end->Connect(timeout, stopped);
-      channel->communicator_bytes = std::max<int64_t>(0, before - FreeBytes());
+      channel->communicator_bytes = std::min(
+          std::max<int64_t>(0, before - FreeBytes()), kMaxCommunicatorBytes);
       return status;
     }
     const bool send = in->Get<bool>();
@@ -703,9 +725,13 @@ class AgentServer {
   std::map<uint64_t, std::shared_ptr<HostMap>> hosts_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::shared_ptr<Segment>> stores_ ABSL_GUARDED_BY(mutex_);
   nccl::NcclOptions nccl_options_;  // set by kConfigure
-  std::unique_ptr<nccl::NcclDevice> nccl_ ABSL_GUARDED_BY(mutex_);
+  // Held while NCCL is loaded, which takes as long as a disk does.
+  absl::Mutex nccl_mutex_;
+  std::unique_ptr<nccl::NcclDevice> nccl_ ABSL_GUARDED_BY(nccl_mutex_);
+  // Never held for long: pings wait behind who takes it.
+  absl::Mutex channels_mutex_;
   std::map<uint64_t, std::shared_ptr<Channel>> channels_
-      ABSL_GUARDED_BY(mutex_);
+      ABSL_GUARDED_BY(channels_mutex_);
 };
 
 }  // namespace

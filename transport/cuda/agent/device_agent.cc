@@ -26,6 +26,8 @@ namespace {
 
 constexpr int kAgentFd = 3;
 constexpr absl::Duration kEndDeadline = absl::Seconds(3);
+// Of a process that was killed, with a context of CUDA.
+constexpr absl::Duration kDeathDeadline = absl::Seconds(20);
 // How often a call that may be stopped looks.
 constexpr absl::Duration kStopEvery = absl::Milliseconds(10);
 // What an agent may take beyond what it was given: NCCL's abort.
@@ -167,7 +169,7 @@ absl::Status DeviceAgent::StartProcess(uint64_t epoch) {
 
 void DeviceAgent::Read(int socket) {
   while (true) {
-    const absl::StatusOr<AgentPacket> packet = ReceivePacket(socket);
+    absl::StatusOr<AgentPacket> packet = ReceivePacket(socket);
     absl::MutexLock lock(&mutex_);
     if (!packet.ok()) {
       gone_ = true;
@@ -184,8 +186,9 @@ void DeviceAgent::Read(int socket) {
     if (at == calls_.end()) continue;
     Call* const call = at->second;
     if (packet->type == AgentMessage::kFrames) {
-      // The call waits for its end, and so does this.
-      if (call->on_frames != nullptr) call->on_frames(*packet);
+      // Its caller's to look at: who takes long over it must not hold up what
+      // others are answered, and the pings least of all.
+      call->frames.push_back(*std::move(packet));
       continue;
     }
     AgentReader in(packet->payload);
@@ -203,9 +206,8 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
     uint64_t epoch, AgentMessage type, const std::string& payload, int fd,
     absl::Duration deadline, std::function<void(const AgentPacket&)> on_frames,
     const std::function<bool()>& stopped, uint64_t channel, Silence silence) {
-  const absl::Time until = absl::Now() + deadline;
+  absl::Time until = absl::Now() + deadline;
   Call call;
-  call.on_frames = std::move(on_frames);
   uint64_t id, asked;
   int socket;
   {
@@ -251,7 +253,18 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
       }
       mutex_.Lock();
     }
-    mutex_.AwaitWithDeadline(absl::Condition(&done), until);
+    const auto told = [&call]() { return call.done || !call.frames.empty(); };
+    while (mutex_.AwaitWithDeadline(absl::Condition(&told), until)) {
+      if (call.frames.empty()) break;
+      const AgentPacket packet = std::move(call.frames.front());
+      call.frames.pop_front();
+      if (on_frames == nullptr) continue;
+      mutex_.Unlock();
+      const absl::Time start = absl::Now();
+      on_frames(packet);
+      until += absl::Now() - start;
+      mutex_.Lock();
+    }
   }
   if (call.done) {
     if (!call.status.ok()) return call.status;
@@ -275,6 +288,22 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
     kill(pid_, SIGKILL);
   }
   return hung;
+}
+
+void DeviceAgent::AwaitEnd(uint64_t epoch, const absl::Status& status) const {
+  const std::string reason = ReasonOf(status);
+  if (reason != "DEVICE_AGENT_LOST" && reason != "DEVICE_AGENT_HUNG" &&
+      reason != "DEVICE_FAULT" && reason != "DEVICE_STALLED")
+    return;
+  const absl::Time until = absl::Now() + kDeathDeadline;
+  while (Runs(epoch)) {
+    if (absl::Now() >= until) {
+      LOG(ERROR) << "the device agent of " << device_uuid_
+                 << " does not end although it was killed";
+      return;
+    }
+    absl::SleepFor(absl::Milliseconds(2));
+  }
 }
 
 void DeviceAgent::EndProcess(const absl::Status& why) {

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -71,6 +72,10 @@ class DeviceAgent {
   pid_t pid() const;
   // Whether the process of `epoch` has not ended yet: it may be dying.
   bool Runs(uint64_t epoch) const;
+  // After an end of work that `status` tells of: until the process that did it
+  // has ended, where that is what it means (it may still write to memory that
+  // it was given), or for as long as that takes at most.
+  void AwaitEnd(uint64_t epoch, const absl::Status& status) const;
   // Of the GPU, as the first process found it.
   const std::string& device_uuid() const { return device_uuid_; }
   const std::string& device_name() const { return device_name_; }
@@ -95,8 +100,8 @@ class DeviceAgent {
                                    int64_t bytes, absl::Duration deadline);
   absl::Status UnmapHost(uint64_t epoch, uint64_t host,
                          absl::Duration deadline);
-  // `on_frames`: as in PackRequest; on a thread of the agent's, must not call
-  // it. May be null.
+  // `on_frames`: as in PackRequest; on the caller's thread, and nobody else
+  // waits for it. The deadline does not count what it takes. May be null.
   absl::StatusOr<Digest> Pack(
       uint64_t epoch, const AgentPack& pack,
       std::function<void(int64_t first, int64_t last,
@@ -153,7 +158,7 @@ class DeviceAgent {
 
  private:
   struct Call {
-    std::function<void(const AgentPacket&)> on_frames;
+    std::deque<AgentPacket> frames;  // that the caller has not looked at
     bool done = false;
     absl::Status status;
     std::string answer;  // after the status

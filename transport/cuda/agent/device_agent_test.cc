@@ -25,6 +25,7 @@
 #include "transport/cuda/sim_control.h"
 #include "transport/cuda/testing.h"
 #include "transport/error.h"
+#include "transport/eventually.h"
 
 namespace weightsync {
 namespace transport {
@@ -48,14 +49,6 @@ std::string RandomBytes(size_t count, uint32_t seed) {
     byte = static_cast<char>(state >> 56);
   }
   return bytes;
-}
-
-bool Eventually(const std::function<bool()>& done) {
-  for (int i = 0; i < 2000; ++i) {
-    if (done()) return true;
-    absl::SleepFor(absl::Milliseconds(5));
-  }
-  return false;
 }
 
 DeviceAgent::Options SmallOptions() {
@@ -421,6 +414,146 @@ TEST_F(DeviceAgentTest, ManyRequestsThatWaitLeaveItAnswering) {
   for (std::thread& thread : waiting) thread.join();
   EXPECT_EQ(told, 3);
   EXPECT_EQ(agent->epoch(), 1u);
+}
+
+// Packs to the host take two streams each.
+TEST_F(DeviceAgentTest, AllSlotsArePackedToTheHostAtOnce) {
+  constexpr int kSlots = 4;
+  Trainer trainer;
+  Store store(kSlots * kSlotBytes);
+  DeviceAgent::Options options = SmallOptions();
+  options.config.slots = kSlots;
+  // Each has its first before any has its second.
+  options.command.insert(options.command.begin() + 1, "GPU_SIM_DELAY_US=20000");
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
+  const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
+  ASSERT_TRUE(import.ok()) << import.status();
+  const auto host =
+      agent->MapHost(1, store.fd(), 0, kSlots * kSlotBytes, kDeadline);
+  ASSERT_TRUE(host.ok()) << host.status();
+  for (int round = 0; round < 3; ++round) {
+    std::memset(store.data(), 0, kSlots * kSlotBytes);
+    std::vector<std::thread> packs;
+    for (int slot = 0; slot < kSlots; ++slot) {
+      packs.emplace_back([&, slot] {
+        AgentPack pack = WholePack(*import);
+        pack.bucket.id = slot;
+        pack.to_host = true;
+        pack.host = {AgentPlace::Kind::kHost, *host, slot * kSlotBytes};
+        const auto digest = agent->Pack(1, pack, nullptr, kDeadline);
+        EXPECT_TRUE(digest.ok()) << digest.status();
+        EXPECT_TRUE(digest.ok() && *digest == WholeDigest());
+      });
+    }
+    for (std::thread& pack : packs) pack.join();
+    const std::string want = RandomBytes(Trainer::kBytes, 5);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      EXPECT_EQ(std::memcmp(store.data() + slot * kSlotBytes, want.data(),
+                            want.size()),
+                0);
+    }
+  }
+  EXPECT_EQ(agent->epoch(), 1u);
+}
+
+// Whoever is told of frames may take long over it.
+TEST_F(DeviceAgentTest, ASlowReceiverOfFramesHoldsUpNobody) {
+  Trainer trainer;
+  DeviceAgent::Options options = SmallOptions();
+  options.hang_deadline = absl::Seconds(1);
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
+  const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
+  ASSERT_TRUE(import.ok());
+  absl::Mutex mutex;
+  bool begun = false;
+  std::thread pack([&] {
+    // Longer than its own deadline, too, which is the agent's.
+    const auto digest = agent->Pack(
+        1, WholePack(*import),
+        [&](int64_t, int64_t, absl::Span<const Digest>) {
+          {
+            absl::MutexLock lock(&mutex);
+            begun = true;
+          }
+          absl::SleepFor(absl::Seconds(3));
+        },
+        absl::Seconds(2));
+    EXPECT_TRUE(digest.ok()) << digest.status();
+    EXPECT_TRUE(digest.ok() && *digest == WholeDigest());
+  });
+  {
+    absl::MutexLock lock(&mutex);
+    mutex.Await(absl::Condition(&begun));
+  }
+  for (int i = 0; i < 5; ++i) {
+    const absl::Time start = absl::Now();
+    EXPECT_TRUE(agent->GetUsage(kDeadline).ok());
+    EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+    absl::SleepFor(absl::Milliseconds(300));
+  }
+  pack.join();
+  EXPECT_EQ(agent->epoch(), 1u);
+  EXPECT_EQ(changes(), std::vector<std::string>{"up 1"});
+}
+
+TEST_F(DeviceAgentTest, AnAgentThatIsFullCanStillBeToldToStop) {
+  Trainer trainer;
+  const std::unique_ptr<DeviceAgent> agent = Start(SmallOptions());
+  const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
+  ASSERT_TRUE(import.ok());
+  const auto channel = agent->NewChannel(1, kDeadline);
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
+  std::atomic<bool> stop{false};
+  absl::Status connected;
+  std::thread connect([&] {
+    connected = agent->ChannelConnect(1, *channel, absl::Seconds(25),
+                                      [&stop] { return stop.load(); });
+  });
+  // One hangs in the runtime, and all others behind it.
+  gpu_sim::Plant("call=cudaIpcOpenMemHandle process=agent hang=1");
+  std::atomic<int> busy{0};
+  std::vector<std::thread> opens;
+  DeviceHandle handle = *DeviceHandle::Decode(trainer.handle());
+  handle.base += 4096;  // not the one that is open
+  for (int i = 0; i < 540; ++i) {
+    opens.emplace_back([&] {
+      const absl::Status status =
+          agent->Open(1, handle.Encode(), false, absl::Seconds(60)).status();
+      if (ReasonOf(status) == "AGENT_BUSY") ++busy;
+    });
+  }
+  ASSERT_TRUE(Eventually([&] { return busy > 0; }));
+  const absl::Time start = absl::Now();
+  stop = true;
+  connect.join();
+  EXPECT_EQ(ReasonOf(connected), "GROUP_CLOSED");
+  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+  // What gives something back is not refused, either.
+  EXPECT_TRUE(agent->EndChannel(1, *channel, kDeadline).ok());
+  gpu_sim::Plant("");
+  kill(agent->pid(), SIGKILL);
+  for (std::thread& open : opens) open.join();
+}
+
+// What its communicators may take of the GPU is as it was configured.
+TEST_F(DeviceAgentTest, ChannelsAreMadeAsConfigured) {
+  gpu_sim::TakeNotes();
+  DeviceAgent::Options options = SmallOptions();
+  options.config.nccl_max_ctas = 9;
+  options.config.nccl_cta_policy = 2;
+  const std::unique_ptr<DeviceAgent> agent = Start(options);
+  const auto channel = agent->NewChannel(1, kDeadline);
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
+  gpu_sim::Plant("call=ncclCommInitRankConfig note=1 count=0");
+  EXPECT_FALSE(agent
+                   ->ChannelConnect(1, *channel, absl::Milliseconds(100),
+                                    [] { return false; })
+                   .ok());
+  EXPECT_EQ(gpu_sim::TakeNotes(),
+            "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=9 "
+            "CTAPolicy=2\n");
 }
 
 TEST_F(DeviceAgentTest, AnAgentThatIsStoppedIsNoticedWithoutACall) {

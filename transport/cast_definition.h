@@ -1,11 +1,11 @@
 // What a cast on the way does to one element, in a form that a GPU kernel can
-// include: the same bits on every machine.
+// include: the same bits on every machine, CPU or GPU.
 //
 // Rounding is to the nearest, ties to even. bf16 and fp16 keep infinities and
 // NaN, and overflow to infinity. E4M3 (the "fn" kind: no infinities) saturates
 // at 448, as engines' own conversions do; NaN stays NaN.
-#ifndef WEIGHTSYNC_TRANSPORT_CUDA_CAST_DEFINITION_H_
-#define WEIGHTSYNC_TRANSPORT_CUDA_CAST_DEFINITION_H_
+#ifndef WEIGHTSYNC_TRANSPORT_CAST_DEFINITION_H_
+#define WEIGHTSYNC_TRANSPORT_CAST_DEFINITION_H_
 
 #include <cstdint>
 #include <cstring>
@@ -14,7 +14,6 @@
 
 namespace weightsync {
 namespace transport {
-namespace cuda {
 
 constexpr int64_t kScaleBlock = 128;
 constexpr float kLargestE4M3 = 448.0f;
@@ -83,19 +82,23 @@ WEIGHTSYNC_HOST_DEVICE inline uint8_t FloatToE4M3(uint32_t bits) {
   return static_cast<uint8_t>(sign | ((rounded - 0x3c000000u) >> 20));
 }
 
-// The scale of a block whose largest magnitude has these bits.
+// The scale of a block whose largest magnitude has these bits. A block with a
+// NaN has one NaN: arithmetic makes another of it on a GPU than on a CPU.
 WEIGHTSYNC_HOST_DEVICE inline float BlockScale(uint32_t largest_bits) {
+  if (largest_bits > 0x7f800000u) return FloatOfBits(0x7fc00000u);
   return FloatOfBits(largest_bits) / kLargestE4M3;
 }
 
-// A block of zeros has the scale zero, and zeros.
+// A block of zeros has the scale zero, and zeros. The sign is the value's, also
+// of a NaN that the division makes.
 WEIGHTSYNC_HOST_DEVICE inline uint8_t BF16ToE4M3(uint16_t value, float scale) {
-  if (scale == 0.0f) return static_cast<uint8_t>((value >> 8) & 0x80u);
-  return FloatToE4M3(FloatBits(BF16ToFloat(value) / scale));
+  const uint32_t sign = (value >> 8) & 0x80u;
+  if (scale == 0.0f) return static_cast<uint8_t>(sign);
+  return static_cast<uint8_t>(
+      sign | (FloatToE4M3(FloatBits(BF16ToFloat(value) / scale)) & 0x7fu));
 }
 
-}  // namespace cuda
 }  // namespace transport
 }  // namespace weightsync
 
-#endif  // WEIGHTSYNC_TRANSPORT_CUDA_CAST_DEFINITION_H_
+#endif  // WEIGHTSYNC_TRANSPORT_CAST_DEFINITION_H_
