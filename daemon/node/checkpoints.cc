@@ -29,6 +29,7 @@ using transport::RootedDirectory;
 using transport::UniqueFd;
 
 constexpr size_t kRememberedCommands = 64;
+constexpr size_t kMaxRememberedBytes = 1 << 20;
 // Between two looks at whether it was given up.
 constexpr int64_t kChunkBytes = 8 << 20;
 // For a network file system to show what another node has just written.
@@ -113,8 +114,16 @@ void Checkpoints::Start(const std::string& command_id, const std::string& job,
     const bool says = report.report_case() != v1::NodeReport::REPORT_NOT_SET;
     {
       absl::MutexLock lock(&mutex_);
-      for (auto& known : commands_) {
-        if (says && known.first == command_id) known.second = report;
+      auto known = std::find_if(
+          commands_.begin(), commands_.end(),
+          [&command_id](const auto& one) { return one.first == command_id; });
+      if (says && known != commands_.end()) {
+        if (report.ByteSizeLong() <= kMaxRememberedBytes) {
+          known->second = report;
+        } else {
+          // What a checkpoint of very many tensors says; it is read again.
+          commands_.erase(known);
+        }
       }
       auto it = jobs_.find(job);
       if (it != jobs_.end()) --it->second.running;

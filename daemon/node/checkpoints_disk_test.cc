@@ -41,7 +41,8 @@ class Syncs {
   void Watch(const fs::path& root, const fs::path& target,
              const std::string& fail = "") ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
-    root_ = root.string();
+    // As the kernel names it.
+    root_ = root.empty() ? "" : fs::canonical(root).string();
     target_ = target.string();
     fail_ = fail;
     failed_ = 0;

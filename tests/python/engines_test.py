@@ -4,6 +4,7 @@ What is a fake here is the engine: its workers, its scheduler's pauses and its H
 what runs a real one.
 """
 
+import abc
 import asyncio
 import base64
 import concurrent.futures
@@ -281,8 +282,17 @@ def test_a_loader_that_takes_nothing_is_an_error(fake_vllm):
     assert error.value.reason == "NOTHING_LOADED"
 
 
-class FakeTransferBase:
-    """What vLLM's base class (0.32) does: it keeps which model an update is for, and sets it back."""
+class FakeTransferBase(abc.ABC):
+    """What vLLM's base class (0.32) does: it keeps which model an update is for, and sets it back. And what one of
+    0.25 to 0.32 leaves to be written.
+    """
+
+    init_transfer_engine = abc.abstractmethod(lambda self: None)
+    shutdown = abc.abstractmethod(lambda self: None)
+    receive_weights = abc.abstractmethod(lambda self: None)
+    start_weight_update = abc.abstractmethod(lambda self: None)
+    finish_weight_update = abc.abstractmethod(lambda self: None)
+    trainer_send_weights = staticmethod(abc.abstractmethod(lambda: None))
 
     def __init__(self, config, vllm_config, device, model):
         self.config = config

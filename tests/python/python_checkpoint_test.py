@@ -1,8 +1,10 @@
 """Checkpoints against an independent implementation: what weightsync writes, PyPI's `safetensors` reads equal,
 one file or many by their index; what `safetensors` writes, weightsync loads and workers serve."""
 
+import errno
 import json
 import pathlib
+import re
 import subprocess
 import time
 
@@ -289,3 +291,83 @@ def test_hostile_files_are_refused_and_pause_nobody(daemons, root, model):
         assert "a.weight" in error["message"]
         assert worker.version == 1
         assert_same(live, weights(6))
+
+
+def resident_bytes(node):
+    """(now, at most so far)"""
+    text = pathlib.Path(f"/proc/{node.process.pid}/status").read_text()
+    return tuple(int(re.search(rf"{name}:\s+(\d+) kB", text).group(1)) << 10 for name in ("VmRSS", "VmHWM"))
+
+
+@pytest.mark.slow
+def test_a_header_of_very_many_tensors(tmp_path):
+    """As large as is believed, and valid: it takes a bounded multiple of its size, once, and nobody waits for it."""
+    count = 1_350_000
+    entries = (
+        b'"t%07d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (i, i, i + 1) for i in range(count)
+    )
+    header = b"{" + b",".join(entries) + b"}"
+    header += b" " * (-len(header) % 8)
+    assert 90_000_000 < len(header) <= 100_000_000
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many/model.safetensors").write_bytes(hostile(header, bytes(count)))
+    flags = ("--store_budget_bytes=500000000", f"--checkpoint_root={tmp_path}")
+    with cluster.Cluster(nodes=2, flags=flags) as here:
+        worker, live = worker_of(here, "m")
+        with worker, weightsync.Trainer("m", address=here.nodes[0].socket) as trainer:
+            trainer.register(weights(1))
+            worker.wait_registered()
+            most = []
+            for seed in range(1, 4):
+                loading = subprocess.Popen(
+                    [cluster.CTL, "load", "m", "many", "--json", f"--address={here.nodes[1].socket}", "--timeout=200s"],
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                # Meanwhile versions come as ever.
+                published = 0
+                while loading.poll() is None:
+                    trainer.publish(tensors=weights(seed)).wait(60)
+                    published += 1
+                _, said = loading.communicate(timeout=10)
+                assert json.loads(said)["reason"] == "CHECKPOINT_MISMATCH", said
+                assert published >= 1
+                assert_same(live, weights(seed))
+                most.append(resident_bytes(here.nodes[1])[1])
+            assert most[-1] < 20 * len(header), most
+            assert most[2] - most[1] < 2 * len(header), "what was read is kept"
+
+
+def test_a_publish_by_way_of_a_full_disk(tmp_path):
+    """It fails by name; the replica serves on what it had, nothing is left, and with room the next one succeeds."""
+    root = tmp_path / "root"
+    root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", root]).returncode != 0:
+        pytest.skip("needs root")
+    try:
+        flags = ("--store_budget_bytes=500000000", f"--checkpoint_root={root}")
+        with cluster.Cluster(nodes=2, flags=flags) as here:
+            worker, live = worker_of(here, "m")
+            with worker, weightsync.Trainer("m", address=here.nodes[0].socket, update="disk") as trainer:
+                trainer.register(weights(1))
+                worker.wait_registered()
+                assert trainer.publish().wait(60).version == 1
+                before = sorted((root / "updates/m").iterdir())
+                with open(root / "filler", "wb", buffering=0) as filler, pytest.raises(OSError) as full:
+                    while True:
+                        filler.write(bytes(4096))
+                assert full.value.errno == errno.ENOSPC
+                with pytest.raises(WeightsyncError) as failed:
+                    trainer.publish(tensors=weights(2)).wait(60)
+                assert failed.value.reason == "DISK_FULL"
+                assert worker.version == 1
+                assert_same(live, weights(1))
+                cluster.wait_until(
+                    lambda: sorted((root / "updates/m").iterdir()) == before, "something is left of it", 30
+                )
+                (root / "filler").unlink()
+                version = trainer.publish(tensors=weights(3)).wait(60).version
+                wait_for(worker, version)
+                assert_same(live, weights(3))
+    finally:
+        subprocess.run(["umount", "-l", root], check=True)

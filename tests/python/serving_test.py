@@ -6,6 +6,7 @@ may be tried again.
 """
 
 import collections
+import contextlib
 import http.client
 import json
 import os
@@ -43,6 +44,11 @@ SWAPPING = [
     for pause in ("none", "drain")
     for policy in (LOCKSTEP, ROLLING)
 ]
+# Each with the trainer's tensors copied, or read where they lie; and delivered in turn, or if nothing newer waits.
+for _updates in (IN_PLACE, SWAPPING):
+    for _number, _options in enumerate(_updates):
+        _options["publish_mode"] = ("snapshot", "in_place")[_number % 2]
+        _options["delivery_policy"] = ("queue", "latest")[_number // 2 % 2]
 
 Answer = collections.namedtuple("Answer", "server start end status version retries")
 
@@ -126,8 +132,9 @@ def never_back(answers):
         assert answer.version >= newest, (answer, newest)
 
 
-def stream(updates, answers, swap):
-    weights = minilm.load()
+@contextlib.contextmanager
+def served(answers, swap):
+    """(trainer, clients that ask all the time): two servers on two nodes."""
     with cluster.Cluster(nodes=2) as here:
         servers = [
             here.start(
@@ -146,35 +153,41 @@ def stream(updates, answers, swap):
         for server in servers:
             cluster.wait_until(server.lines, "a server did not start", 60, servers)
         ports = [int(server.lines()[0]) for server in servers]
-        spans = []
         with weightsync.Trainer("minilm", address=here.nodes[0].socket) as trainer, Clients(ports, answers) as clients:
-            for version, options in enumerate(updates, 1):
-                before = time.monotonic()
-                result = trainer.publish(tensors=minilm.version_of(weights, version), **options).wait(120)
-                assert result.version == version and result.replica_count == 2
-                spans.append((version, options, before, time.monotonic()))
-                # Served for a while, before the next one comes.
-                enough = len(clients.answers) + 16
-                cluster.wait_until(
-                    lambda: len(clients.answers) >= enough or clients.problems, f"{options}: no answers", 60, servers
-                )
+            yield trainer, clients, servers
         assert not clients.problems, clients.problems[:5]
-        found = clients.answers
-        for server in range(2):
-            mine = [answer for answer in found if answer.server == server]
-            never_back(mine)
-            assert {answer.version for answer in mine} >= set(range(1, len(updates) + 1)), "a version never answered"
-        for version, options, before, after in spans:
-            # Requests that were in flight while this update came.
-            met = [answer for answer in found if answer.start < after and answer.end > before]
-            assert met, "no request was in flight"
-            if options["pause_mode"] != "abort":
-                assert not any(answer.retries for answer in met), options
-            if "rolling" not in options:
-                # In lockstep nobody answers with the old one when somebody has answered with the new one.
-                never_back([answer for answer in met if answer.version >= version - 1])
-        aborted = [o for _, o, b, a in spans if any(x.retries and x.start < a and x.end > b for x in found)]
-        return found, aborted
+
+
+def stream(updates, answers, swap):
+    weights = minilm.load()
+    spans = []
+    with served(answers, swap) as (trainer, clients, servers):
+        for version, options in enumerate(updates, 1):
+            before = time.monotonic()
+            result = trainer.publish(tensors=minilm.version_of(weights, version), **options).wait(120)
+            assert result.version == version and result.replica_count == 2
+            spans.append((version, options, before, time.monotonic()))
+            # Served for a while, before the next one comes.
+            enough = len(clients.answers) + 16
+            cluster.wait_until(
+                lambda: len(clients.answers) >= enough or clients.problems, f"{options}: no answers", 60, servers
+            )
+    found = clients.answers
+    for server in range(2):
+        mine = [answer for answer in found if answer.server == server]
+        never_back(mine)
+        assert {answer.version for answer in mine} >= set(range(1, len(updates) + 1)), "a version never answered"
+    for version, options, before, after in spans:
+        # Requests that were in flight while this update came.
+        met = [answer for answer in found if answer.start < after and answer.end > before]
+        assert met, "no request was in flight"
+        if options["pause_mode"] != "abort":
+            assert not any(answer.retries for answer in met), options
+        if "rolling" not in options:
+            # In lockstep nobody answers with the old one when somebody has answered with the new one.
+            never_back([answer for answer in met if answer.version >= version - 1])
+    aborted = [o for _, o, b, a in spans if any(x.retries and x.start < a and x.end > b for x in found)]
+    return found, aborted
 
 
 def test_in_place(answers):
@@ -187,3 +200,34 @@ def test_swapping(answers):
     found, aborted = stream(SWAPPING, answers, swap=True)
     assert not aborted
     assert len(found) > 16 * len(SWAPPING)
+
+
+@pytest.mark.parametrize("publish_mode", ["snapshot", "in_place"])
+def test_only_the_latest(answers, publish_mode):
+    """Published faster than they are served: some are passed over, the last one never, and no answer is of a mix."""
+    weights, last = minilm.load(), max(answers)
+    with served(answers, swap=False) as (trainer, clients, servers):
+        updates = [
+            trainer.publish(
+                tensors=minilm.version_of(weights, version), delivery_policy="latest", publish_mode=publish_mode
+            )
+            for version in range(1, last + 1)
+        ]
+        assert updates[-1].wait(120).version == last
+        enough = len(clients.answers) + 16
+        cluster.wait_until(lambda: len(clients.answers) >= enough or clients.problems, "no answers", 60, servers)
+        states = []
+        for update in updates:
+            try:
+                states.append(update.wait(60).state)
+            except weightsync.AbortedError as error:
+                assert error.reason == "SUPERSEDED", error
+                states.append(weightsync.State.SUPERSEDED)
+    served_versions = {version for version, state in enumerate(states, 1) if state == weightsync.State.ACTIVE}
+    assert last in served_versions
+    assert {answer.version for answer in clients.answers} <= served_versions | {0}
+    assert not any(answer.retries for answer in clients.answers)
+    for server in range(2):
+        mine = [answer for answer in clients.answers if answer.server == server]
+        never_back(mine)
+        assert max(mine, key=lambda answer: answer.start).version == last

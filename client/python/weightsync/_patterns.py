@@ -83,7 +83,9 @@ class _Reader:
             return r"\Z"
         if letter.isdigit() and letter != "0":
             raise self.none(found, "a pattern cannot refer back to a group")
-        if letter == "_" or (letter.isalnum() and letter not in _BOTH_ESCAPE + "x0") or not letter.isascii():
+        if letter == "_":
+            return letter
+        if (letter.isalnum() and letter not in _BOTH_ESCAPE + "x0") or not letter.isascii():
             raise self.none(found)
         return found
 

