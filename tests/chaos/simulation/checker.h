@@ -53,8 +53,8 @@ class Checker {
   // The cluster was adopted on another journal: what only the old one knew is
   // lost, and what was committed is what replicas have.
   void Adopted();
-  // Another process: it may serve what it came with, and nothing older than what
-  // the one before served.
+  // Another process: it may serve what it came with, and nothing older than
+  // what the one before served.
   void Restarted(const std::string& replica);
   // The engine takes a step with these.
   // `removed`: it was resumed without the model.
