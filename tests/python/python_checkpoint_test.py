@@ -336,7 +336,8 @@ def test_a_header_of_very_many_tensors(tmp_path):
                 assert_same(live, weights(seed))
                 most.append(resident_bytes(here.nodes[1])[1])
             assert most[-1] < 20 * len(header), most
-            assert most[2] - most[1] < 2 * len(header), "what was read is kept"
+            # An answer that is remembered takes five times the header and more; what the allocator keeps, less.
+            assert most[2] - most[1] < 4 * len(header), "what was read is kept"
 
 
 def test_a_publish_by_way_of_a_full_disk(tmp_path):
