@@ -311,7 +311,8 @@ def test_a_header_of_very_many_tensors(tmp_path):
     assert 90_000_000 < len(header) <= 100_000_000
     (tmp_path / "many").mkdir()
     (tmp_path / "many/model.safetensors").write_bytes(hostile(header, bytes(count)))
-    flags = ("--store_budget_bytes=500000000", f"--checkpoint_root={tmp_path}")
+    # What bounds the time is the deadline of the update.
+    flags = ("--store_budget_bytes=500000000", f"--checkpoint_root={tmp_path}", "--prepare_timeout=190s")
     with cluster.Cluster(nodes=2, flags=flags) as here:
         worker, live = worker_of(here, "m")
         with worker, weightsync.Trainer("m", address=here.nodes[0].socket) as trainer:
@@ -335,7 +336,8 @@ def test_a_header_of_very_many_tensors(tmp_path):
                 assert_same(live, weights(seed))
                 most.append(resident_bytes(here.nodes[1])[1])
             assert most[-1] < 20 * len(header), most
-            assert most[2] - most[1] < 2 * len(header), "what was read is kept"
+            # An answer that is remembered takes five times the header and more; what the allocator keeps, less.
+            assert most[2] - most[1] < 4 * len(header), "what was read is kept"
 
 
 def test_a_publish_by_way_of_a_full_disk(tmp_path):
