@@ -38,7 +38,8 @@ AwayAction DecideAway(const AwayReplica& replica) {
   // written to does not hold it any more, one whose engine dropped its weights
   // (deep sleep) holds none, and two that differ make a mix.
   if (!replica.may_refuse || !all_here || busy || !alike ||
-      replica.workers[0].state != AwayWorker::State::kInstalled) {
+      replica.workers[0].state == AwayWorker::State::kWriting ||
+      replica.workers[0].state == AwayWorker::State::kNothing) {
     return AwayAction::kAlarm;
   }
   return AwayAction::kRefuse;

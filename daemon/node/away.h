@@ -27,8 +27,9 @@ namespace daemon {
 
 // A worker that is registered at this node.
 struct AwayWorker {
-  enum class State { kOther, kInstalled, kWriting };
-  State state = State::kOther;
+  // kOwn: what its engine loaded by itself; kNothing: it dropped its weights.
+  enum class State { kOwn, kInstalled, kWriting, kNothing };
+  State state = State::kOwn;
   // INSTALLED on, or WRITING.
   std::string update_id;
   // An apply runs.

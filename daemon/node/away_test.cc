@@ -53,8 +53,17 @@ TEST(Away, AWorkerThatWasWrittenToIsNeverResumedOnTheOldUpdate) {
 // An engine in deep sleep has no old update to go on with.
 TEST(Away, AWorkerThatHoldsNothingIsNeverResumed) {
   AwayReplica replica = Offered();
-  for (AwayWorker& worker : replica.workers) worker = AwayWorker();
+  for (AwayWorker& worker : replica.workers) {
+    worker.state = AwayWorker::State::kNothing;
+    worker.update_id.clear();
+  }
   EXPECT_EQ(DecideAway(replica), AwayAction::kAlarm);
+}
+
+TEST(Away, WhatAnEngineCameWithIsAnOldUpdateToo) {
+  AwayReplica replica = Offered();
+  for (AwayWorker& worker : replica.workers) worker = AwayWorker();
+  EXPECT_EQ(DecideAway(replica), AwayAction::kRefuse);
 }
 
 TEST(Away, WorkersThatDifferAreNeverResumedAsTheOldUpdate) {

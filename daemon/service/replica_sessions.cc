@@ -1045,6 +1045,8 @@ AwayReplica ReplicaSessions::LookAt(const Control& control,
       w.state = AwayWorker::State::kInstalled;
     } else if (installed.state() == v1::InstalledState::STATE_WRITING) {
       w.state = AwayWorker::State::kWriting;
+    } else if (installed.state() == v1::InstalledState::STATE_NOTHING) {
+      w.state = AwayWorker::State::kNothing;
     }
     replica.workers.push_back(std::move(w));
   }

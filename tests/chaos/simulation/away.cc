@@ -38,11 +38,18 @@ void World::CheckAway(int index) {
       AwayWorker seen;
       seen.update_id = worker.told.update_id;
       seen.busy = !worker.command_id.empty();
-      if (worker.told.kind == Memory::kInstalled ||
-          worker.told.kind == Memory::kOwn) {
-        seen.state = AwayWorker::State::kInstalled;
-      } else if (worker.told.kind == Memory::kWriting) {
-        seen.state = AwayWorker::State::kWriting;
+      switch (worker.told.kind) {
+        case Memory::kOwn:
+          break;
+        case Memory::kInstalled:
+          seen.state = AwayWorker::State::kInstalled;
+          break;
+        case Memory::kWriting:
+          seen.state = AwayWorker::State::kWriting;
+          break;
+        case Memory::kNothing:
+          seen.state = AwayWorker::State::kNothing;
+          break;
       }
       replica.workers.push_back(seen);
     }

@@ -71,6 +71,7 @@ std::vector<std::string> Found(const json& events) {
       auto* ended = record.mutable_update_ended();
       ended->set_model(kModel);
       ended->set_update_id(event[1].get<std::string>());
+      ended->mutable_failure()->set_message("rank 0 has gone");
       checker.Journalled(record);
     } else if (what == "rollback") {
       rolled_back_to = event[1].get<std::string>();

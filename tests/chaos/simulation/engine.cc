@@ -89,9 +89,9 @@ void World::Serve(int index) {
 
 void World::ConnectControl(int index) {
   Engine& engine = engines_[index];
+  // Its node sees the end of the stream before.
+  EndControl(index, /*client_sees=*/false);
   const int64_t generation = engine.generation = next_generation_++;
-  engine.open = false;
-  engine.accepted = false;
   engine.queue.clear();  // before_attempt
   By(&engine, random_.Between(kMillisecond, 100 * kMillisecond),
      [this, index, generation] {
@@ -276,9 +276,8 @@ void World::AnswerEngine(int index, int64_t generation,
 
 void World::ConnectWorker(int index, int w) {
   Worker& worker = engines_[index].workers[w];
+  EndWorker(index, w, /*client_sees=*/false);
   const int64_t generation = worker.generation = next_generation_++;
-  worker.open = false;
-  worker.accepted = false;
   worker.queue.clear();
   By(&worker, random_.Between(kMillisecond, 100 * kMillisecond),
      [this, index, w, generation] {
