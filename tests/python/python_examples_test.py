@@ -57,7 +57,9 @@ def test_a_ddp_trainer_and_an_engine_in_forty_lines():
         assert trainer.wait(240) == 0, trainer.story() + engine.story()
         said = trainer.lines()
         assert sum(line.startswith("step ") for line in said) == 5
-        assert {line.split(":")[0] for line in said if "1 replica serves models/policy/versions/5" in line} == {"rank 0", "rank 1"}
+        # On a busy machine the engine may come after the last of them.
+        served = re.compile(r"(1 replica serves|no replica serves) models/policy/versions/5")
+        assert {line.split(":")[0] for line in said if served.search(line)} == {"rank 0", "rank 1"}, said
         cluster.wait_until(
             lambda: any(line.startswith("serving version 5: 4 tensors") for line in engine.lines()),
             "the engine is not at version 5",
