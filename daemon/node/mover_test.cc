@@ -309,8 +309,8 @@ TEST(Mover, ARankThatDiesFailsItsSnapshot) {
 }
 
 // b is in the middle of the chain to c. It vanishes; c gets the rest on another
-// route, and what it had stays.
-TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
+// route. `kept`: some of what b had sent did not travel again.
+void LoseTheMiddleOfAChain(bool* kept) {
   constexpr int kLet = 20;  // of 27
   FaultRules faults({Parse(absl::StrCat("kind=cut edge=b->c after=", kLet))});
   SentFrames of_a, of_b(&faults);
@@ -363,16 +363,25 @@ TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
     EXPECT_EQ(verified.failure().reason(), "") << verified.ShortDebugString();
   }
   update.ExpectWorkersEqual(model);
-  // What c had got from b it did not ask a for. Frames that were on their way
-  // when the edge was cut may have been lost.
   const auto had = of_b.Over("b->c");
   const auto again = of_a.Over("a->c");
   ASSERT_GE(had.size(), static_cast<size_t>(kLet));
   size_t twice = 0;
   for (const auto& frame : had) twice += again.count(frame);
-  EXPECT_LT(twice, had.size());
+  *kept = twice < had.size();
   EXPECT_FALSE(again.empty());
   update.End(true);
+}
+
+// What c had got from b it does not ask a for. What was on its way when the
+// edge was cut is lost with it: on a busy machine that may be all.
+TEST(Mover, AHigherEpochGoesOnWithoutALostReceiver) {
+  bool kept = false;
+  for (int attempt = 0; attempt < 20 && !kept && !::testing::Test::HasFailure();
+       ++attempt) {
+    LoseTheMiddleOfAChain(&kept);
+  }
+  EXPECT_TRUE(kept);
 }
 
 TEST(Mover, AnOldEpochIsRefused) {
