@@ -30,6 +30,13 @@ v1::DefineLayout TwoReceivers() {
       .Build();
 }
 
+bool ComesToHold(TestNode& node, int version) {
+  return Eventually([&] {
+    const auto held = node.store().HeldUpdates();
+    return !held.empty() && held[0].version() == version;
+  });
+}
+
 TEST(EqualBuckets, AreKeptOnceAndDoNotTravel) {
   const v1::DefineLayout define = TwoReceivers();
   const ModelBytes model(define, 13);
@@ -59,12 +66,7 @@ TEST(EqualBuckets, AreKeptOnceAndDoNotTravel) {
     }
     update.ExpectWorkersEqual(model);
     update.End(true);
-    for (TestNode* node : nodes) {
-      ASSERT_TRUE(Eventually([&] {
-        auto held = node->store().HeldUpdates();
-        return !held.empty() && held[0].version() == version;
-      }));
-    }
+    for (TestNode* node : nodes) ASSERT_TRUE(ComesToHold(*node, version));
     if (version == 1) one = b.UsedBytes();
     EXPECT_TRUE(Eventually([&] { return b.UsedBytes() == one; }))
         << b.UsedBytes() << " after version " << version << ", one takes "
@@ -122,12 +124,7 @@ TEST(EqualBuckets, OfAnUpdateThatChangedOneOnlyThatOneTravels) {
     }
     update.ExpectWorkersEqual(model);
     update.End(true);
-    for (TestNode* node : nodes) {
-      ASSERT_TRUE(Eventually([&] {
-        auto held = node->store().HeldUpdates();
-        return !held.empty() && held[0].version() == version;
-      }));
-    }
+    for (TestNode* node : nodes) ASSERT_TRUE(ComesToHold(*node, version));
     if (version == 1) one = b.UsedBytes();
     if (version == 3) {
       // Two versions are kept, and what they have in common once.

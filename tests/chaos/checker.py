@@ -115,7 +115,7 @@ class Checker:
             if isinstance(record, journal.Commit):
                 # Remembered, though the file may lose it.
                 self._decided.add(record.update)
-            elif record.update in self._decided - self._undone:
+            elif record.update in self._decided and record.update not in self._undone:
                 self._undone.add(record.update)
                 line = {"who": "n0", "t": time.monotonic_ns()}
                 self._report(UNDONE, line, f"update {record.update} was committed, and then aborted")
