@@ -27,6 +27,12 @@ namespace weightsync {
 namespace daemon {
 
 inline constexpr char kModel[] = "models/m";
+inline std::string ReplicaName(const std::string& name) {
+  return std::string(kModel) + "/replicas/" + name;
+}
+inline std::string VersionName(int number) {
+  return std::string(kModel) + "/versions/" + std::to_string(number);
+}
 
 struct FakeEngine {
   std::string node;

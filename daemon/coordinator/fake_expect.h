@@ -1,4 +1,5 @@
-// What every test with a FakeCluster asks in the end.
+// What many tests with a FakeCluster ask for, and what all of them expect in
+// the end.
 
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_FAKE_EXPECT_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_FAKE_EXPECT_H_
@@ -11,6 +12,26 @@
 
 namespace weightsync {
 namespace daemon {
+
+// ---- Requests ----
+
+inline v1::PauseReplicaRequest Pause(const std::string& name) {
+  v1::PauseReplicaRequest request;
+  request.set_name(ReplicaName(name));
+  return request;
+}
+inline v1::ResumeReplicaRequest Resume(const std::string& name) {
+  v1::ResumeReplicaRequest request;
+  request.set_name(ReplicaName(name));
+  return request;
+}
+inline v1::RollbackModelRequest RollbackTo(int version) {
+  v1::RollbackModelRequest request;
+  request.set_version(VersionName(version));
+  return request;
+}
+
+// ---- Expectations ----
 
 // Where in the trace the first (or last) entry with this part stands; -1: none.
 inline int First(const FakeCluster& c, const std::string& part) {
