@@ -7,7 +7,7 @@
  *
  * Where the rules live in the daemon:
  *   coordinator  daemon/coordinator: update_machine (OFFER, APPLY), Settle in
- *                core_install.cc (INSTALL), replica_machine (engine, workers),
+ *                core_install.cc, core_fetch.cc (INSTALL), replica_machine (engine, workers),
  *                core_recovery.cc. COMMIT is in the journal before it is told.
  *   node         daemon/service: relays, says what its clients hold when it
  *                dials; daemon/node/away.h while nobody answers.

@@ -1,0 +1,325 @@
+// The daemons of the cluster: who may join, what it says that it has, and what
+// becomes of those who wait for it when it is lost.
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "daemon/coordinator/core.h"
+#include "glog/logging.h"
+
+namespace weightsync {
+namespace daemon {
+
+using absl::StatusCode;
+
+namespace {
+
+constexpr int kProtocolVersion = 1;
+
+}  // namespace
+
+Fault CoordinatorCore::CheckHello(const v1::Hello& hello) {
+  if (!IsShortName(hello.node(), false)) {
+    return Fault(StatusCode::kInvalidArgument, "NODE_NAME_INVALID",
+                 absl::StrCat("\"", hello.node(),
+                              "\" is not 1 to 63 of [a-z0-9._-]; give another "
+                              "--node"));
+  }
+  if (hello.protocol_version() != kProtocolVersion) {
+    return Fault(StatusCode::kFailedPrecondition, "PROTOCOL_UNSUPPORTED",
+                 absl::StrCat("node ", hello.node(), " speaks protocol ",
+                              hello.protocol_version(), ", this coordinator ",
+                              kProtocolVersion));
+  }
+  if (!hello.cluster_id().empty() && hello.cluster_id() != cluster_id_ &&
+      journal_.former_clusters.count(hello.cluster_id()) == 0) {
+    if (fresh_ || !lost_evidence_.empty()) {
+      JournalLost(absl::StrCat("node ", hello.node(), " belongs to cluster ",
+                               hello.cluster_id(),
+                               ", of which this coordinator's journal knows "
+                               "nothing"));
+      seen_clusters_.insert(hello.cluster_id());
+      seen_term_ = std::max(seen_term_, hello.newest_term());
+      return LostFault();
+    }
+    return Fault(StatusCode::kFailedPrecondition, "CLUSTER_MISMATCH",
+                 absl::StrCat("node ", hello.node(), " belongs to cluster ",
+                              hello.cluster_id(), ", this coordinator to ",
+                              cluster_id_));
+  }
+  if (hello.newest_term() > term_) {
+    JournalLost(absl::StrCat(
+        "node ", hello.node(), " has seen term ", hello.newest_term(),
+        " of this cluster, this journal only term ", term_));
+    seen_clusters_.insert(hello.cluster_id().empty() ? cluster_id_
+                                                     : hello.cluster_id());
+    seen_term_ = std::max(seen_term_, hello.newest_term());
+    return LostFault();
+  }
+  const NodeRun* known = FindNode(hello.node());
+  if (known != nullptr && !known->stream.empty() &&
+      known->hello.incarnation() != hello.incarnation()) {
+    return Fault(StatusCode::kAlreadyExists, "NODE_TAKEN",
+                 absl::StrCat("a live daemon calls itself node ", hello.node(),
+                              "; give one of the two another --node"));
+  }
+  return Fault();
+}
+
+void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
+  const Fault fault = CheckHello(hello);
+  if (!fault.ok()) return Close(stream, fault);
+  NodeRun& node = nodes_[hello.node()];
+  if (!node.name.empty() && !node.lost &&
+      node.hello.incarnation() != hello.incarnation()) {
+    LoseNode(&node, Fault(StatusCode::kUnavailable, "NODE_LOST",
+                          absl::StrCat("the daemon of node ", node.name,
+                                       " was started again")));
+  }
+  if (!node.stream.empty() && node.stream != stream) {
+    // The same daemon dials again before the old stream was seen to break.
+    const std::string old = node.stream;
+    streams_.erase(old);
+    Close(old, Fault(StatusCode::kAborted, "STREAM_REPLACED",
+                     absl::StrCat("node ", node.name, " opened another")));
+  }
+  node.name = hello.node();
+  node.hello = hello;
+  node.stream = stream;
+  node.ready = false;
+  node.lost = false;
+  node.connect_time = now_;
+  node.last_report = now_;
+  node.last_heartbeat = now_;
+  node.memory = hello.memory();
+  node.held.clear();
+  node.draining = journal_.drained.count(node.name) != 0;
+  for (const v1::HeldUpdate& held : hello.held_updates()) {
+    node.held.emplace_back(held.model(), held.update_id());
+    LearnFrom(held);
+  }
+  for (auto it = node.fetched.begin(); it != node.fetched.end();) {
+    it = node.Holds(it->first) ? std::next(it) : node.fetched.erase(it);
+  }
+  node.layouts.clear();
+  node.said.clear();
+  streams_[stream] = node.name;
+  NoteNamed(node.name);
+
+  v1::Welcome* welcome = SendTo(node.name)->mutable_welcome();
+  welcome->set_cluster_id(cluster_id_);
+  welcome->set_term(term_);
+  welcome->set_coordinator(absl::StrCat("nodes/", options_.coordinator_node));
+  *welcome->mutable_heartbeat_interval() = ToProto(options_.heartbeat_interval);
+  *welcome->mutable_heartbeat_timeout() = ToProto(options_.heartbeat_timeout);
+  SendEnds(&node);
+  for (auto& model : models_) {
+    const std::string& held = model.second.held_update_id;
+    if (!held.empty() && node.Holds(held)) {
+      Pin(&model.second, node.name, held, true);
+    }
+  }
+}
+
+void CoordinatorCore::SendEnds(NodeRun* node) {
+  for (const auto& entry : models_) {
+    const ModelRun& model = entry.second;
+    for (const v1::EndUpdate& forgotten : model.forgotten) {
+      *SendTo(node->name)->mutable_end_update() = forgotten;
+    }
+    const auto end = [&](const std::string& update_id, bool committed,
+                         const v1::Failure& failure) {
+      v1::EndUpdate* out = SendTo(node->name)->mutable_end_update();
+      out->set_model(model.name);
+      out->set_update_id(update_id);
+      out->set_committed(committed);
+      if (!committed) *out->mutable_failure() = failure;
+    };
+    const int from =
+        std::max(0, static_cast<int>(model.ended.size()) - kEndsTold);
+    for (size_t i = from; i < model.ended.size(); ++i) {
+      const v1::Version& version = model.ended[i];
+      end(version.update_id(), model.FindCommit(version.update_id()) != nullptr,
+          version.failure());
+    }
+    for (const auto& update : model.updates) {
+      if (update->recovered) end(update->update_id, true, v1::Failure());
+    }
+    // What it holds and nobody knows of any more, newer than what is
+    // remembered: no commit of it was told. It would be kept for ever. So would
+    // one that the journal before an adopted one has ended and that this node
+    // was not told of; what it knows to be committed it does not drop.
+    if (now_ < adopting_until_) continue;
+    if (model.removed) {
+      for (const v1::HeldUpdate& held : node->hello.held_updates()) {
+        if (held.model() == model.name && node->Holds(held.update_id()) &&
+            model.FindUpdate(held.update_id()) == nullptr) {
+          const bool told =
+              std::any_of(model.forgotten.begin(), model.forgotten.end(),
+                          [&held](const v1::EndUpdate& forgotten) {
+                            return forgotten.update_id() == held.update_id();
+                          });
+          if (!told) SayUnknown(node->name, model.name, held.update_id());
+          DropHeld(node, model.name, held.update_id());
+        }
+      }
+      continue;
+    }
+    const int64_t remembered =
+        model.commits.empty() ? 0 : model.commits.front().version;
+    for (const v1::HeldUpdate& held : node->hello.held_updates()) {
+      const std::string& id = held.update_id();
+      if (held.model() != model.name || !node->Holds(id) ||
+          (held.version() <= remembered && journal_.adopted_term == 0) ||
+          model.FindCommit(id) != nullptr || model.FindUpdate(id) != nullptr) {
+        continue;
+      }
+      end(id, false,
+          ToProto(
+              Fault(StatusCode::kAborted, "UPDATE_ABORTED",
+                    absl::StrCat("version ", held.version(), " of ", model.name,
+                                 " is not known to be committed"))));
+    }
+  }
+}
+
+bool CoordinatorCore::Named(const ReplicaRun& replica) {
+  const ReplicaEntry* entry =
+      registry_.FindReplica(replica.model, replica.name);
+  if (entry == nullptr) return true;
+  const auto speaks = [this](const std::string& name) {
+    const NodeRun* node = ConnectedNode(name);
+    return node != nullptr && !node->ready;
+  };
+  return !speaks(entry->node) &&
+         std::none_of(entry->workers.begin(), entry->workers.end(),
+                      [&speaks](const WorkerEntry& worker) {
+                        return speaks(worker.node);
+                      });
+}
+
+void CoordinatorCore::NoteNamed(const std::string& node) {
+  for (auto& model : models_) {
+    for (auto& replica : model.second.replicas) {
+      const ReplicaEntry* entry =
+          registry_.FindReplica(model.first, replica.first);
+      if (entry == nullptr) continue;
+      const bool on_it =
+          entry->node == node ||
+          std::any_of(entry->workers.begin(), entry->workers.end(),
+                      [&node](const WorkerEntry& w) { return w.node == node; });
+      if (on_it) replica.second.machine.named = Named(replica.second);
+    }
+  }
+}
+
+void CoordinatorCore::HelloDone(NodeRun* node) {
+  node->ready = true;
+  NoteNamed(node->name);
+  // What it did not name has ended while the stream was down.
+  for (auto& entry : models_) {
+    const ModelEntry* model = registry_.FindModel(entry.first);
+    if (model == nullptr) continue;
+    const Fault fault(
+        StatusCode::kUnavailable, "NODE_LOST",
+        absl::StrCat("it ended while node ", node->name, " was not connected"));
+    const ModelEntry copy = *model;
+    for (const auto& rank : copy.ranks) {
+      if (rank.second.node != node->name ||
+          node->said.count(
+              absl::StrCat("rank/", entry.first, "/", rank.first)) != 0) {
+        continue;
+      }
+      LoseRank(entry.first, rank.first, rank.second.session,
+               Fault(StatusCode::kAborted, "RANK_LOST",
+                     absl::StrCat("rank ", rank.first,
+                                  " has gone: ", fault.message)));
+    }
+    for (const auto& replica : copy.replicas) {
+      const std::string key = absl::StrCat(entry.first, "/", replica.first);
+      if (replica.second.control && replica.second.node == node->name &&
+          node->said.count(absl::StrCat("replica/", key)) == 0) {
+        LoseControl(entry.first, replica.first, replica.second.incarnation,
+                    fault);
+      }
+      for (size_t i = 0; i < replica.second.workers.size(); ++i) {
+        const WorkerEntry& worker = replica.second.workers[i];
+        if (worker.present && worker.node == node->name &&
+            node->said.count(absl::StrCat("worker/", key, "/", i)) == 0) {
+          LoseWorker(entry.first, replica.first, static_cast<int>(i),
+                     replica.second.incarnation, fault);
+        }
+      }
+    }
+    for (auto& replica : entry.second.replicas) {
+      replica.second.not_before = absl::InfinitePast();
+      Settle(&replica.second);
+      // What has waited for this is sent now.
+      Step(&replica.second, ReplicaEvent());
+    }
+  }
+  NoteBack(node->name);
+  SayCheckpointsAgain(node->name);
+  UpdateEvent back;
+  back.kind = UpdateEvent::kNodeBack;
+  PostNode(node->name, back);
+}
+
+void CoordinatorCore::Disconnected(NodeRun* node) {
+  NoteAway(*node);
+  streams_.erase(node->stream);
+  node->stream.clear();
+  node->ready = false;
+  NoteNamed(node->name);
+  node->lost_time = now_ + options_.node_reconnect_grace;
+}
+
+void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
+  if (node->lost) return;
+  node->lost = true;
+  node->held.clear();
+  node->fetched.clear();
+  LOG(WARNING) << fault.message;
+  LoseCheckpoints(node->name, fault);
+  UpdateEvent lost;
+  lost.kind = UpdateEvent::kNodeLost;
+  lost.fault = fault;
+  PostNode(node->name, lost);
+  for (auto& entry : models_) {
+    FetchFailed(&entry.second, node->name, fault);
+    for (auto it = entry.second.pins.begin(); it != entry.second.pins.end();) {
+      it =
+          it->first == node->name ? entry.second.pins.erase(it) : std::next(it);
+    }
+    const ModelEntry* model = registry_.FindModel(entry.first);
+    if (model == nullptr) continue;
+    const ModelEntry copy = *model;
+    for (const auto& rank : copy.ranks) {
+      if (rank.second.node != node->name) continue;
+      LoseRank(entry.first, rank.first, rank.second.session,
+               Fault(StatusCode::kAborted, "RANK_LOST",
+                     absl::StrCat("rank ", rank.first,
+                                  " has gone: ", fault.message)));
+    }
+    for (const auto& replica : copy.replicas) {
+      if (replica.second.control && replica.second.node == node->name) {
+        LoseControl(entry.first, replica.first, replica.second.incarnation,
+                    fault);
+      }
+      for (size_t i = 0; i < replica.second.workers.size(); ++i) {
+        const WorkerEntry& worker = replica.second.workers[i];
+        if (worker.present && worker.node == node->name) {
+          LoseWorker(entry.first, replica.first, static_cast<int>(i),
+                     replica.second.incarnation, fault);
+        }
+      }
+    }
+    if (entry.second.prepare != nullptr &&
+        entry.second.prepare->waiting.count(node->name) != 0) {
+      EndPrepare(&entry.second, fault);
+    }
+  }
+}
+
+}  // namespace daemon
+}  // namespace weightsync
