@@ -349,6 +349,8 @@ class CoordinatorCore {
   void LoseNode(NodeRun* node, const Fault& fault);
   // What ended while the node may not have listened.
   void SendEnds(NodeRun* node);
+  // What of what it holds is pinned, and what is not.
+  void SendPins(const NodeRun& node);
   void Close(const std::string& stream, const Fault& fault);
   void JournalLost(const std::string& evidence);
   Fault LostFault() const;
@@ -539,6 +541,8 @@ class CoordinatorCore {
                   const std::string& update_id);
   void Pin(ModelRun* model, const std::string& node,
            const std::string& update_id, bool pin);
+  void SendPin(const std::string& model, const std::string& node,
+               const std::string& update_id, bool pin);
   // Lets go of what nobody installs any more.
   void Unpin(ModelRun* model);
 

@@ -341,8 +341,13 @@ void CoordinatorCore::Pin(ModelRun* model, const std::string& node,
   if (pin ? !model->pins.insert(key).second : model->pins.erase(key) == 0) {
     return;
   }
+  SendPin(model->name, node, update_id, pin);
+}
+
+void CoordinatorCore::SendPin(const std::string& model, const std::string& node,
+                              const std::string& update_id, bool pin) {
   v1::PinUpdate* out = SendTo(node)->mutable_pin_update();
-  out->set_model(model->name);
+  out->set_model(model);
   out->set_update_id(update_id);
   out->set_pin(pin);
 }

@@ -113,11 +113,22 @@ void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
   *welcome->mutable_heartbeat_interval() = ToProto(options_.heartbeat_interval);
   *welcome->mutable_heartbeat_timeout() = ToProto(options_.heartbeat_timeout);
   SendEnds(&node);
-  for (auto& model : models_) {
-    const std::string& held = model.second.held_update_id;
-    if (!held.empty() && node.Holds(held)) {
-      Pin(&model.second, node.name, held, true);
+  SendPins(node);
+}
+
+void CoordinatorCore::SendPins(const NodeRun& node) {
+  // Also what is not pinned any more: the word of it may have been lost, or was
+  // never given, by a coordinator that has begun anew or had lost the node.
+  for (const auto& held : node.held) {
+    auto model = models_.find(held.first);
+    bool pinned = false;
+    if (model != models_.end()) {
+      if (model->second.held_update_id == held.second) {
+        model->second.pins.insert({node.name, held.second});
+      }
+      pinned = model->second.pins.count({node.name, held.second}) != 0;
     }
+    SendPin(held.first, node.name, held.second, pinned);
   }
 }
 
@@ -127,8 +138,10 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
     for (const v1::EndUpdate& forgotten : model.forgotten) {
       *SendTo(node->name)->mutable_end_update() = forgotten;
     }
+    std::set<std::string> told;
     const auto end = [&](const std::string& update_id, bool committed,
                          const v1::Failure& failure) {
+      told.insert(update_id);
       v1::EndUpdate* out = SendTo(node->name)->mutable_end_update();
       out->set_model(model.name);
       out->set_update_id(update_id);
@@ -145,10 +158,6 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
     for (const auto& update : model.updates) {
       if (update->recovered) end(update->update_id, true, v1::Failure());
     }
-    // What it holds and nobody knows of any more, newer than what is
-    // remembered: no commit of it was told. It would be kept for ever. So would
-    // one that the journal before an adopted one has ended and that this node
-    // was not told of; what it knows to be committed it does not drop.
     if (now_ < adopting_until_) continue;
     if (model.removed) {
       for (const v1::HeldUpdate& held : node->hello.held_updates()) {
@@ -165,13 +174,18 @@ void CoordinatorCore::SendEnds(NodeRun* node) {
       }
       continue;
     }
-    const int64_t remembered =
-        model.commits.empty() ? 0 : model.commits.front().version;
+    // What else it holds: it may have been away when it ended, long ago, or
+    // under the journal before an adopted one. An update of which a node is
+    // told nothing is kept there for ever, and where there is room for two, no
+    // other finds any. What the node knows to be committed it does not drop.
     for (const v1::HeldUpdate& held : node->hello.held_updates()) {
       const std::string& id = held.update_id();
       if (held.model() != model.name || !node->Holds(id) ||
-          (held.version() <= remembered && journal_.adopted_term == 0) ||
-          model.FindCommit(id) != nullptr || model.FindUpdate(id) != nullptr) {
+          told.count(id) != 0 || model.FindUpdate(id) != nullptr) {
+        continue;
+      }
+      if (model.FindCommit(id) != nullptr) {
+        end(id, true, v1::Failure());
         continue;
       }
       end(id, false,

@@ -230,6 +230,10 @@ class Stepper {
 
   void NodeBack(int index) {
     const UpdateNode& node = s_.nodes[index];
+    // Its ranks' publishes wait for this, however long the update goes on.
+    if (s_.sources_released && node.source) {
+      Do(UpdateAction::kReleaseSources, index);
+    }
     if (!InTransfer() || !node.In()) return;
     Do(UpdateAction::kPrepare, index);
     if (s_.phase == UpdatePhase::kMoving) Do(UpdateAction::kMove, index);

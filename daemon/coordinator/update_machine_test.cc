@@ -224,6 +224,9 @@ TEST_F(UpdateMachineTest, SourcesInPlaceAreHeldUntilTheirBytesAreElsewhere) {
   EXPECT_EQ(actions[0].kind, U::kReleaseSources);
   Step(E::kRankLost, 0, absl::StatusCode::kAborted);
   EXPECT_EQ(state_.phase, UpdatePhase::kPausing);
+  // One that did not hear it is told when it is back; receivers are not.
+  EXPECT_EQ(Count(Step(E::kNodeBack, 0), U::kReleaseSources), 1);
+  EXPECT_EQ(Count(Step(E::kNodeBack, 1), U::kReleaseSources), 0);
 }
 
 TEST_F(UpdateMachineTest, ARankInPlaceThatIsLostBeforeThatAborts) {

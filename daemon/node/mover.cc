@@ -397,7 +397,11 @@ void Mover::AbandonUpdates(const absl::Status& why) {
       if (!run.second->whole()) runs.push_back(run.second);
     }
   }
-  for (auto& run : runs) EndRun(std::move(run), /*committed=*/false, why);
+  for (auto& run : runs) {
+    // An entry that is dropped and pinned would refuse the next fetch.
+    Unpin(run->update_id());
+    EndRun(std::move(run), /*committed=*/false, why);
+  }
 }
 
 void Mover::Shutdown() {
