@@ -243,6 +243,7 @@ class Trainer::Impl {
   struct MappedArena {
     TrainerArena arena;
     std::shared_ptr<transport::Segment> segment;
+    std::string session;
   };
 
   struct KnownMemory {
@@ -357,6 +358,7 @@ class Trainer::Impl {
     mapped.arena.size_bytes = size_bytes;
     mapped.arena.warm_up = FromProto(response.warm_up());
     mapped.segment = *std::move(segment);
+    mapped.session = session;
     return mapped;
   }
 
@@ -434,6 +436,8 @@ class Trainer::Impl {
         absl::MutexLock lock(&mutex_);
         old = arenas_[i];
       }
+      // By an attempt before.
+      if (old.session == session) continue;
       auto fresh = NewArena(session, old.arena.size_bytes, deadline);
       if (!fresh.ok()) return fresh.status();
       auto* to = dynamic_cast<transport::Arena*>(fresh->segment.get());

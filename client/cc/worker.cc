@@ -30,7 +30,8 @@ namespace weightsync {
 namespace client {
 namespace {
 
-// More layouts than a daemon remembers for a model.
+// The daemon counts along (kPlansOfAWorker of
+// daemon/service/replica_sessions.cc) and sends again what has gone.
 constexpr size_t kMaxPlans = 16;
 
 v1::InstalledState MakeState(v1::InstalledState::State state,
@@ -226,8 +227,7 @@ class Worker::Impl {
                                         " is writing an update; drop weights "
                                         "after it."));
       }
-      installed_.Clear();
-      installed_.set_state(v1::InstalledState::STATE_NOTHING);
+      Drop();
     }
     lease_.Restart();
     return absl::OkStatus();
@@ -453,6 +453,25 @@ class Worker::Impl {
     absl::MutexLock lock(&mutex_);
     applying_ = false;
   }
+  // As BeginWrite, for a part of the update that is streamed: not where its
+  // parts before were dropped.
+  absl::Status BeginStreamed() {
+    absl::Status status = BeginWrite(streaming_->apply);
+    if (!status.ok()) return status;
+    absl::MutexLock lock(&mutex_);
+    if (drops_ == streaming_->drops) return absl::OkStatus();
+    applying_ = false;
+    return ErrorStatus(
+        absl::StatusCode::kAborted, "WEIGHTS_DROPPED",
+        absl::StrCat(Name(), " has dropped what had come of update ",
+                     streaming_->apply.update_id(),
+                     "; it is given an update anew after it has registered."));
+  }
+  void Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    installed_.Clear();
+    installed_.set_state(v1::InstalledState::STATE_NOTHING);
+    ++drops_;
+  }
 
   // Tells the daemon, and the engine, that the tensors are about to become a
   // mix. After an error they are what they were.
@@ -627,6 +646,8 @@ class Worker::Impl {
     std::vector<std::unique_ptr<char[]>> partial;
     std::vector<int64_t> lacking;
     bool begun = false;
+    // Of before.
+    int64_t drops = 0;
 
     // Memory for tensors of which something comes now.
     std::vector<char*> Targets(const std::vector<Tensor>& tensors,
@@ -685,6 +706,8 @@ class Worker::Impl {
         streaming_->plan = *std::move(plan);
         streaming_->partial.resize(sets_[0].size());
         streaming_->lacking = streaming_->plan->tensor_bytes();
+        absl::MutexLock lock(&mutex_);
+        streaming_->drops = drops_;
       }
       EndWrite();
     }
@@ -812,7 +835,7 @@ class Worker::Impl {
           absl::StatusCode::kFailedPrecondition, "STREAM_UNKNOWN",
           absl::StrCat(Name(), " takes no part in update ", update_id, "."));
     }
-    absl::Status status = BeginWrite(streaming_->apply);
+    absl::Status status = BeginStreamed();
     if (!status.ok()) return status;
     const absl::Time start = absl::Now();
     status = write();
@@ -847,9 +870,10 @@ class Worker::Impl {
       Answer(apply, status, absl::ZeroDuration(), std::move(report), stream);
       return;
     }
-    absl::Status status;
+    absl::Status status = BeginStreamed();
+    const bool writes = status.ok();
     const bool all =
-        end.complete() &&
+        writes && end.complete() &&
         std::all_of(streaming_->plan->buckets().begin(),
                     streaming_->plan->buckets().end(), [this](int32_t bucket) {
                       return streaming_->taken.count(bucket) > 0;
@@ -873,6 +897,7 @@ class Worker::Impl {
                                         " of ", end.update_id(), "."));
     }
     if (status.ok()) status = Installed(streamed->apply);
+    if (writes) EndWrite();
     answer->set_untouched(swaps());
     Answer(streamed->apply, status, streamed->copying, std::move(report),
            stream);
@@ -977,6 +1002,8 @@ class Worker::Impl {
   mutable absl::Mutex mutex_;
   v1::InstalledState installed_ ABSL_GUARDED_BY(mutex_);
   bool applying_ ABSL_GUARDED_BY(mutex_) = false;
+  // How often the weights were.
+  int64_t drops_ ABSL_GUARDED_BY(mutex_) = 0;
   // GPUs of which memory of the daemon cannot be opened here.
   std::set<std::string> closed_devices_ ABSL_GUARDED_BY(mutex_);
   bool asleep_ ABSL_GUARDED_BY(mutex_) = false;

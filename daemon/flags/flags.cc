@@ -186,8 +186,9 @@ DEFINE_duration(
     "Whoever connects to --data_address and has not said who it is within this "
     "time is sent away.");
 DEFINE_duration(operation_timeout, "10m",
-                "Coordinator: how long a pause, rollback, release or "
-                "verification that somebody asked for waits at most.");
+                "Coordinator: how long a pause, resume, rollback, release, "
+                "removal or verification that somebody asked for waits at "
+                "most.");
 DEFINE_duration(heartbeat_interval, "1s",
                 "How often clients and nodes shall say that they live.");
 DEFINE_duration(

@@ -216,6 +216,41 @@ TEST(Mover, ProgressIsReported) {
   update.End(true);
 }
 
+// The link to the coordinator broke as it was said.
+TEST(Mover, WhatCameOfARoundIsSaidAgain) {
+  const v1::DefineLayout define = ThreeNodes();
+  const ModelBytes model(define, 12);
+  TestNode::Options small;
+  small.budget_bytes = 300 << 10;
+  TestNode a("a"), b("b"), c("c", small);
+  {
+    TestUpdate refused(define, "u", 1, {&a, &b, &c});
+    refused.Define();
+    refused.Prepare();
+    EXPECT_EQ(c.WaitPrepared().failure().reason(), "NO_STORE_ROOM");
+    refused.PrepareAgain(&c);
+    EXPECT_EQ(c.WaitPrepared().failure().reason(), "NO_STORE_ROOM");
+    refused.End(false);
+  }
+  const v1::DefineLayout fits = ModelBuilder("models/n")
+                                    .SmallModel()
+                                    .FsdpRanks("a", 3)
+                                    .TensorParallelWorker("b", 0, 2)
+                                    .Build();
+  const ModelBytes other(fits, 13);
+  TestUpdate update(fits, "v", 1, {&a, &b});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(other));
+  for (TestNode* node : {&a, &b}) {
+    update.PrepareAgain(node);
+    node->mover().MoveUpdate(update.MoveCommand(node));
+    EXPECT_EQ(node->WaitPrepared().failure().reason(), "");
+    const v1::UpdateVerified verified = node->WaitVerified();
+    EXPECT_EQ(verified.update_id(), "v");
+    EXPECT_EQ(verified.failure().reason(), "");
+  }
+  update.End(true);
+}
+
 TEST(Mover, AnUpdateOverTheBudgetIsRefusedAndDisturbsNobody) {
   const v1::DefineLayout define = ThreeNodes();
   const ModelBytes model(define, 12);

@@ -227,10 +227,13 @@ void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
       return;
     }
     if (asked == now) {
-      // Said twice.
-      if (round_->prepared) {
+      // Said twice: it may be that nobody heard what was answered.
+      if (round_->answered) {
         round_->answered = false;
-        AnswerPrepare(round_.get(), absl::OkStatus());
+        AnswerPrepare(round_.get(), round_->answer);
+        for (const v1::NodeReport& outcome : round_->outcomes) {
+          context_.report(outcome);
+        }
       }
       return;
     }
@@ -297,6 +300,7 @@ void NodeUpdate::CloseRound(const absl::Status& why) {
 void NodeUpdate::AnswerPrepare(Round* round, const absl::Status& status) {
   if (round->answered) return;
   round->answered = true;
+  round->answer = status;
   round->prepared = status.ok();
   round->prepared_time = absl::Now();
   v1::NodeReport report;
@@ -437,6 +441,11 @@ void NodeUpdate::LookAtBytes() {
   *verified->mutable_epoch() = round_->command.epoch();
   verified->set_received_bytes(std::max(int64_t{0}, progress_sent_));
   verified->set_repaired_frames(RepairedFrames());
+  ReportOutcome(std::move(report));
+}
+
+void NodeUpdate::ReportOutcome(v1::NodeReport report) {
+  round_->outcomes.push_back(report);
   context_.report(std::move(report));
 }
 
@@ -496,7 +505,7 @@ void NodeUpdate::ReportFailure(const absl::Status& status) {
     verified->set_edge_to(ends[1]);
   }
   verified->set_repaired_frames(RepairedFrames());
-  context_.report(std::move(report));
+  ReportOutcome(std::move(report));
 }
 
 int64_t NodeUpdate::RepairedFrames() const {
@@ -549,6 +558,11 @@ void NodeUpdate::Finish() {
     if (streams) context_.sink->Abort(update_id_);
   }
   CloseRound(why);
+  if (!committed && context_.sink != nullptr) {
+    // And again: a lane may have been about to begin.
+    absl::MutexLock lock(&mutex_);
+    if (stream_ != nullptr) context_.sink->Abort(update_id_);
+  }
   // It looks whether this has ended before every bucket.
   if (placer_.joinable()) placer_.join();
 

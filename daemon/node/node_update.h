@@ -181,6 +181,10 @@ class NodeUpdate {
     bool loaded = false;  // what was read was reported
     absl::Time prepared_time;
     std::set<std::string> blamed;
+    // The answer to Prepare, and what came of the round, in order: each may be
+    // lost on its way.
+    absl::Status answer;
+    std::vector<v1::NodeReport> outcomes;
   };
 
   // What the sink answers; outlives the run where a callback comes late.
@@ -244,6 +248,8 @@ class NodeUpdate {
   bool AllMoved() ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void ReportProgress(bool last);
   void ReportFailure(const absl::Status& status);
+  // Kept, to be said again.
+  void ReportOutcome(v1::NodeReport report);
   void AnswerPrepare(Round* round, const absl::Status& status);
   void Finish();
 

@@ -454,6 +454,11 @@ int TestSink::begun() {
   absl::MutexLock lock(&mutex_);
   return begun_;
 }
+bool TestSink::left_behind() {
+  absl::MutexLock lock(&mutex_);
+  return left_behind_;
+}
+
 int TestSink::aborted() {
   absl::MutexLock lock(&mutex_);
   return aborted_;
@@ -472,11 +477,13 @@ void TestSink::Begin(
     std::function<void(absl::Status, std::set<int32_t>)> started,
     std::function<void(int32_t, TensorDigests)> read,
     std::function<void()> direct_done) {
+  if (before_begin) before_begin();
   std::set<int32_t> direct;
   std::vector<std::pair<int32_t, TensorDigests>> reads;
   {
     absl::MutexLock lock(&mutex_);
     ++begun_;
+    left_behind_ = true;
     for (const v1::StreamWorker& worker : start.workers) {
       const int w = std::stoi(worker.replica());
       auto plan = MakeCopyPlan(*start.layout, WantedBy(define_, w));
@@ -566,6 +573,7 @@ void TestSink::Abort(const std::string&) {
   {
     absl::MutexLock lock(&mutex_);
     ++aborted_;
+    left_behind_ = false;
     held.swap(held_);
   }
   for (const Held& h : held) h.taken();
@@ -663,6 +671,10 @@ void TestUpdate::Prepare() {
   for (TestNode* node : nodes_) {
     node->mover().PrepareUpdate(PrepareCommand(node));
   }
+}
+
+void TestUpdate::PrepareAgain(TestNode* node) {
+  node->mover().PrepareUpdate(PrepareCommand(node));
 }
 
 v1::MoveUpdate TestUpdate::MoveCommand(TestNode* node) const {

@@ -213,6 +213,10 @@ class TestSink : public StreamSink {
   int held();
   int begun();
   int aborted();
+  // Told to begin, and not to abort since.
+  bool left_behind();
+  // Called before each Begin does anything.
+  std::function<void()> before_begin;
   int direct_reads();
   // The tensors of worker w, in the order of WantedBy.
   std::vector<std::string> live(int w);
@@ -246,6 +250,7 @@ class TestSink : public StreamSink {
   std::vector<Held> held_ ABSL_GUARDED_BY(mutex_);
   int begun_ ABSL_GUARDED_BY(mutex_) = 0;
   int aborted_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool left_behind_ ABSL_GUARDED_BY(mutex_) = false;
   int direct_reads_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
@@ -269,6 +274,8 @@ class TestUpdate {
   void Define();
   // To every node that is in a flow or is a source. Raises the epoch.
   void Prepare();
+  // The same epoch again, to `node`, as when it was away for a moment.
+  void PrepareAgain(TestNode* node);
   void Move();
   // Snapshots all ranks that live on `node`, one after the other.
   absl::Status Snapshot(TestNode* node, const ModelBytes& model);

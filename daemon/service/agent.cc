@@ -237,9 +237,10 @@ v1::MemoryUse Agent::MemoryUse() {
 }
 
 absl::Status Agent::OnWelcome(const v1::Welcome& welcome) {
-  ++losses_;
   const absl::Status status = parts_.welcomed(welcome);
   if (!status.ok()) return status;
+  // Not before: one that ends here has not been heard of.
+  ++losses_;
   cluster_id_ = welcome.cluster_id();
   mover_.SetClusterId(cluster_id_);
   if (welcome.term() > newest_term_) {

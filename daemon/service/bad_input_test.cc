@@ -383,6 +383,11 @@ TEST_F(BadInputTest, WorkersThatWantWhatCannotBe) {
   EXPECT_EQ(Worker([](auto* r) { r->set_model("m"); }), "MODEL_NAME_INVALID");
   EXPECT_EQ(Worker([](auto* r) { r->set_replica("Bad"); }),
             "REPLICA_NAME_INVALID");
+  for (const size_t size : {size_t{0}, kMaxIncarnation + 1}) {
+    EXPECT_EQ(
+        Worker([size](auto* r) { r->set_incarnation(std::string(size, 'i')); }),
+        "INCARNATION_INVALID");
+  }
   const absl::StatusCode precondition = absl::StatusCode::kFailedPrecondition;
   EXPECT_EQ(Worker([](auto* r) { r->mutable_tensors(0)->set_name("unknown"); },
                    precondition),
@@ -448,6 +453,27 @@ TEST_F(BadInputTest, MemoryThatThereIsNot) {
   const absl::Status status = trainers_[0]->Allocate(int64_t{1} << 50).status();
   ExpectError(status, absl::StatusCode::kResourceExhausted, "MEMORY_EXHAUSTED");
   EXPECT_THAT(std::string(status.message()), HasSubstr("bytes available"));
+  UpdateWorks(1);
+}
+
+// Nobody would know its name, nor could give it back.
+TEST_F(BadInputTest, AnArenaThatComesTooLateIsNotKept) {
+  StartCluster();
+  constexpr int64_t kBig = 512 << 20;
+  EXPECT_EQ(trainers_[0]->Allocate(kBig, absl::Milliseconds(5)).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  // One is made after another.
+  ASSERT_TRUE(trainers_[0]->Allocate(1 << 20).ok());
+  const auto admin = v1::AdminService::NewStub(Channel("a"));
+  grpc::ClientContext context;
+  SetDeadline(&context);
+  v1::GetNodeRequest request;
+  request.set_name("nodes/a");
+  v1::Node node;
+  const grpc::Status status = admin->GetNode(&context, request, &node);
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  EXPECT_GE(node.memory().trainer_arena_bytes(), 1 << 20);
+  EXPECT_LT(node.memory().trainer_arena_bytes(), kBig);
   UpdateWorks(1);
 }
 

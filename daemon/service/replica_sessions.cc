@@ -17,6 +17,13 @@ std::string ReplicaName(const std::string& model, const std::string& replica) {
   return absl::StrCat(model, "/replicas/", replica);
 }
 
+// Whoever is sent one more forgets those that it has (kMaxPlans of
+// client/cc/worker.cc).
+constexpr size_t kPlansOfAWorker = 16;
+
+// Before an engine that could not resume is asked again by its node.
+constexpr absl::Duration kOwnRetry = absl::Seconds(1);
+
 absl::Status NotHere(absl::string_view reason, const std::string& who) {
   return ErrorStatus(
       absl::StatusCode::kUnavailable, reason,
@@ -196,7 +203,7 @@ void ReplicaSessions::Heard(const ControlStream* stream,
       if (!report.resumed().has_failure())
         control->registration.set_paused(false);
       if (report.resumed().command_id() == control->own_command_id) {
-        control->own_command_id.clear();
+        OwnResumeAnswered(control, report.resumed());
         return;
       }
       v1::ReplicaResumedReport* resumed = up.mutable_replica_resumed();
@@ -842,7 +849,11 @@ void ReplicaSessions::Applied(Worker* worker,
   const v1::RegisterWorker& registration = worker->registration;
   if (applied.has_installed())
     *worker->registration.mutable_installed() = applied.installed();
-  if (applied.update_id() == worker->streamed) worker->streamed.clear();
+  // One that has an update whole takes no part of any stream any more.
+  if (applied.update_id() == worker->streamed ||
+      applied.installed().state() == v1::InstalledState::STATE_INSTALLED) {
+    worker->streamed.clear();
+  }
   v1::NodeReport report;
   v1::WorkerAppliedReport* up = report.mutable_worker_applied();
   up->set_model(registration.model());
@@ -957,9 +968,10 @@ void ReplicaSessions::Send(uint64_t worker, v1::WorkerCommand command) {
 
 void ReplicaSessions::SendPlan(uint64_t worker, const v1::CopyPlan& plan) {
   Worker* found = FindWorker(worker);
-  if (found == nullptr || !found->layouts.insert(plan.layout_id()).second) {
-    return;
-  }
+  if (found == nullptr || found->layouts.count(plan.layout_id()) != 0) return;
+  // As the client does it when the next one comes.
+  if (found->layouts.size() >= kPlansOfAWorker) found->layouts.clear();
+  found->layouts.insert(plan.layout_id());
   v1::WorkerCommand command;
   *command.mutable_copy_plan() = plan;
   found->stream->Write(std::move(command));
@@ -997,6 +1009,8 @@ void ReplicaSessions::Announce() {
   away_since_ = absl::InfiniteFuture();
   for (const auto& entry : controls_) {
     entry.second->alarmed = false;
+    // The coordinator says what becomes of it.
+    entry.second->own_retry = absl::InfiniteFuture();
     if (entry.second->named) Join(entry.second.get());
   }
   for (const auto& entry : workers_) {
@@ -1068,7 +1082,9 @@ void ReplicaSessions::CheckAway(absl::Time now) {
   if (now < away_since_) return;
   for (const auto& entry : controls_) {
     Control* control = entry.second.get();
-    if (control->accepted) Act(control, DecideAway(LookAt(*control, now)));
+    if (!control->accepted) continue;
+    if (now >= control->own_retry) SendOwnResume(control);
+    Act(control, DecideAway(LookAt(*control, now)));
   }
 }
 
@@ -1157,8 +1173,8 @@ void ReplicaSessions::Act(Control* control, AwayAction action) {
 void ReplicaSessions::ResumeOwn(Control* control, const std::string& command_id,
                                 const v1::InstalledState& installed,
                                 bool weights_changed) {
-  v1::ReplicaCommand command;
-  v1::ResumeReplica* resume = command.mutable_resume();
+  v1::ResumeReplica* resume = &control->own_resume;
+  resume->Clear();
   resume->set_command_id(command_id);
   if (installed.state() == v1::InstalledState::STATE_INSTALLED) {
     resume->set_update_id(installed.update_id());
@@ -1168,10 +1184,33 @@ void ReplicaSessions::ResumeOwn(Control* control, const std::string& command_id,
   resume->set_step(weights_changed ? control->commit.step() : 0);
   resume->set_mode(control->offer.pause().mode());
   resume->set_weights_changed(weights_changed);
-  control->own_command_id = command_id;
   control->offer.Clear();
   control->commit.Clear();
+  SendOwnResume(control);
+}
+
+void ReplicaSessions::SendOwnResume(Control* control) {
+  control->own_retry = absl::InfiniteFuture();
+  // Never one that it has answered before: a client repeats that answer.
+  control->own_command_id =
+      absl::StrCat(control->own_resume.command_id(), "/", RandomId());
+  v1::ReplicaCommand command;
+  *command.mutable_resume() = control->own_resume;
+  command.mutable_resume()->set_command_id(control->own_command_id);
   control->stream->Write(std::move(command));
+}
+
+void ReplicaSessions::OwnResumeAnswered(Control* control,
+                                        const v1::ReplicaResumed& resumed) {
+  control->own_command_id.clear();
+  control->alarmed = resumed.has_failure();
+  if (!resumed.has_failure()) return;
+  LOG(ERROR) << ReplicaName(control->registration.model(),
+                            control->registration.replica())
+             << " could not be resumed while the coordinator is away, and is "
+                "asked again: "
+             << FromFailure(resumed.failure());
+  control->own_retry = absl::Now() + kOwnRetry;
 }
 
 void ReplicaSessions::CheckLeases(absl::Time now) {

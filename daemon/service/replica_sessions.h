@@ -98,6 +98,9 @@ class ReplicaSessions : private WorkerStreams::Host {
     // What the node itself has asked the engine for; empty: nothing, or it has
     // been answered.
     std::string own_command_id;
+    // What the engine is asked again at `own_retry`, because its hook failed.
+    v1::ResumeReplica own_resume;
+    absl::Time own_retry = absl::InfiniteFuture();
     // Paused by the node itself.
     bool isolation_hold = false;
     // Said that it has to stay paused, and nothing has ended that since.
@@ -130,6 +133,8 @@ class ReplicaSessions : private WorkerStreams::Host {
   void Act(Control* control, AwayAction action);
   void ResumeOwn(Control* control, const std::string& command_id,
                  const v1::InstalledState& installed, bool weights_changed);
+  void SendOwnResume(Control* control);
+  void OwnResumeAnswered(Control* control, const v1::ReplicaResumed& resumed);
   std::vector<Worker*> WorkersOf(const Control& control) const;
 
   Control* FindControl(uint64_t id);

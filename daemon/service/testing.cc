@@ -160,9 +160,10 @@ void RawTrainer::Beat() {
   }
 }
 
-absl::StatusOr<v1::ArenaOffer> RawTrainer::Allocate(int64_t bytes) {
+absl::StatusOr<v1::ArenaOffer> RawTrainer::Allocate(int64_t bytes,
+                                                    absl::Duration timeout) {
   grpc::ClientContext context;
-  SetDeadline(&context);
+  context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
   v1::AllocateArenaRequest request;
   request.set_session(session_);
   request.set_size_bytes(bytes);

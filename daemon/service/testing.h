@@ -76,7 +76,8 @@ class RawTrainer {
   void set_pid(int pid) { pid_ = pid; }
   // The first event, or how the stream ended.
   absl::Status Open();
-  absl::StatusOr<v1::ArenaOffer> Allocate(int64_t bytes);
+  absl::StatusOr<v1::ArenaOffer> Allocate(int64_t bytes,
+                                          absl::Duration timeout = kDeadline);
   // Maps the offer.
   absl::Status Map(const v1::ArenaOffer& offer);
   // Allocates, maps and says what lies where: what Register sends.

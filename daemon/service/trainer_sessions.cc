@@ -26,6 +26,13 @@ absl::Status SessionUnknown() {
                      "one and register again");
 }
 
+// Nobody has its name, so nobody could give it back.
+absl::Status ArenaLate() {
+  return ErrorStatus(absl::StatusCode::kDeadlineExceeded, "CALL_TIMEOUT",
+                     "the arena was not made before the call's deadline, and "
+                     "is not kept; ask again with more time");
+}
+
 // A daemon of root can open what its client cannot. A process that cannot be
 // looked at (of another pid namespace) is not asked: it could say anything.
 absl::Status MayName(pid_t process, const transport::UniqueFd& fd,
@@ -279,6 +286,7 @@ void TrainerSessions::AllocateArena(
   node_.reserving->Post(
       [this, id = (*session)->id, bytes, answer, name = (*session)->Name()] {
         const absl::Time begin = absl::Now();
+        if (begin >= answer->deadline()) return answer->Finish(ArenaLate());
         transport::AllocateOptions allocate;
         allocate.name = name;
         absl::StatusOr<std::unique_ptr<transport::Segment>> made =
@@ -289,6 +297,9 @@ void TrainerSessions::AllocateArena(
         }
         std::shared_ptr<transport::Segment> segment = *std::move(made);
         const absl::Duration warm_up = absl::Now() - begin;
+        if (absl::Now() >= answer->deadline()) {
+          return answer->Finish(ArenaLate());
+        }
         node_.loop->Post([this, id, segment, warm_up, answer] {
           Session* session = Find(id);
           if (session == nullptr) {

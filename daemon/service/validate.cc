@@ -167,7 +167,8 @@ int64_t ScaleBytes(const v1::TensorShard& shard,
 }
 
 absl::Status CheckReplicaNames(absl::string_view model,
-                               absl::string_view replica, int worker_count,
+                               absl::string_view replica,
+                               absl::string_view incarnation, int worker_count,
                                int protocol_version) {
   absl::Status status = CheckModelName(model);
   if (!status.ok()) return status;
@@ -178,6 +179,14 @@ absl::Status CheckReplicaNames(absl::string_view model,
             "replica ", Quote(replica),
             ": a name is 1 to 63 of [a-z0-9._-], beginning with a letter or "
             "digit"));
+  }
+  // By this alone a process that took another's name is told from it.
+  if (incarnation.empty() || incarnation.size() > kMaxIncarnation) {
+    return Invalid(
+        "INCARNATION_INVALID",
+        absl::StrCat("replica ", Quote(replica), " has an incarnation of ",
+                     incarnation.size(), " bytes; give 1 to ", kMaxIncarnation,
+                     ", others each time that the engine starts"));
   }
   if (worker_count < 1 || worker_count > kMaxWorkers) {
     return Invalid(
@@ -277,15 +286,15 @@ absl::Status CheckIdentity(const v1::TrainerIdentity& identity) {
 }
 
 absl::Status CheckReplica(const v1::RegisterReplica& registration) {
-  return CheckReplicaNames(registration.model(), registration.replica(),
-                           registration.worker_count(),
-                           registration.protocol_version());
+  return CheckReplicaNames(
+      registration.model(), registration.replica(), registration.incarnation(),
+      registration.worker_count(), registration.protocol_version());
 }
 
 absl::Status CheckWorker(const v1::RegisterWorker& registration) {
   absl::Status status = CheckReplicaNames(
-      registration.model(), registration.replica(), registration.worker_count(),
-      registration.protocol_version());
+      registration.model(), registration.replica(), registration.incarnation(),
+      registration.worker_count(), registration.protocol_version());
   if (!status.ok()) return status;
   if (registration.worker_index() < 0 ||
       registration.worker_index() >= registration.worker_count()) {

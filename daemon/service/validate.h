@@ -30,6 +30,7 @@ constexpr int64_t kNewestVersion = int64_t{1} << 62;
 inline constexpr int kMaxDimensions = 8;
 inline constexpr int kMaxWorldSize = 65536;
 inline constexpr int kMaxWorkers = 4096;
+inline constexpr size_t kMaxIncarnation = 128;
 inline constexpr int kMaxParameters = 1 << 20;
 inline constexpr int64_t kMaxDimension = int64_t{1} << 31;
 
@@ -70,10 +71,8 @@ int64_t ShardBytes(const v1::RegisterShardsRequest& request);
 int64_t ModelBytes(
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards);
 
-//   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID,
-//     MAX_UNAVAILABLE_INVALID.
-//   UNIMPLEMENTED  UPDATE_MODE_UNIMPLEMENTED, PUBLISH_MODE_UNIMPLEMENTED,
-//     OPTION_UNIMPLEMENTED.
+//   INVALID_ARGUMENT  VERSION_INVALID, REQUEST_ID_INVALID. Its options are the
+//   coordinator's to judge.
 absl::Status CheckPublish(const v1::PublishVersionRequest& request);
 
 }  // namespace daemon

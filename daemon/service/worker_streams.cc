@@ -44,7 +44,7 @@ void WorkerStreams::Begin(
       stream.direct_done = std::move(direct_done);
       started(absl::OkStatus(), stream.direct);
       for (const auto& digest : stream.read_digests) {
-        stream.read(digest.first, digest.second);
+        if (stream.read) stream.read(digest.first, digest.second);
       }
       Settle(&stream);
       return;
@@ -274,9 +274,13 @@ void WorkerStreams::Abort(const std::string& update_id) {
 void WorkerStreams::Close(const std::string& update_id) {
   node_.loop->Post([this, update_id] {
     auto found = streams_.find(update_id);
-    if (found != streams_.end() && found->second.members.empty()) {
-      streams_.erase(found);
-    }
+    if (found == streams_.end()) return;
+    // A worker that has not said what became of it keeps its part in this, but
+    // not the memory of those who trained.
+    found->second.start.sources.clear();
+    found->second.read = nullptr;
+    found->second.direct_done = nullptr;
+    if (found->second.members.empty()) streams_.erase(found);
   });
 }
 

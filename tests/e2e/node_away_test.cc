@@ -199,6 +199,27 @@ TEST_F(NodeAwayTest, PastTheCommitAReplicaFinishesByItself) {
   EXPECT_TRUE(engine_->resumes()[0].weights_changed);
 }
 
+// Its engine's hook fails: it is asked again, and the alarm says so meanwhile.
+TEST_F(NodeAwayTest, AnEngineThatCannotResumeIsAskedAgain) {
+  StartDaemon(
+      [](daemon::Options* options) { options->http_address = "127.0.0.1:0"; });
+  StartTrainer();
+  engine_ = std::make_unique<Engine>(address(), 1);
+  engine_->RefuseResumes(2);
+  Fill(1);
+  const v1::DefineLayout define = Stage("u1", 1);
+  Pause("u1", /*may_refuse=*/true, /*barrier_seconds=*/1);
+  Apply(define, 0, "u1", 1);
+  coordinator_.Leave();
+  EXPECT_TRUE(
+      Eventually([&] { return Metric("weightsync_replica_alarms") == 1; }));
+  EXPECT_TRUE(Eventually([&] { return !engine_->replica().paused(); }));
+  ASSERT_EQ(engine_->resumes().size(), 1u);
+  EXPECT_EQ(engine_->resumes()[0].update_id, "u1");
+  EXPECT_TRUE(
+      Eventually([&] { return Metric("weightsync_replica_alarms") == 0; }));
+}
+
 // The coordinator says so when an operator holds a replica beside an update:
 // what the update needs does not end the operator's pause, also where no
 // coordinator is there to remember it.

@@ -68,6 +68,10 @@ class Engine {
     };
     hooks.on_resume = [this](const client::ResumeInfo& info) {
       absl::MutexLock lock(&mutex_);
+      if (refusals_ > 0) {
+        --refusals_;
+        return absl::UnavailableError("not now");
+      }
       resumes_.push_back(info);
       return absl::OkStatus();
     };
@@ -95,6 +99,11 @@ class Engine {
   client::Replica& replica() { return *replica_; }
   client::Worker& worker(int i) { return *workers_[i]; }
   const std::string& live(int i) const { return live_[i]; }
+  // That many resumes fail.
+  void RefuseResumes(int count) {
+    absl::MutexLock lock(&mutex_);
+    refusals_ = count;
+  }
   std::vector<client::ResumeInfo> resumes() {
     absl::MutexLock lock(&mutex_);
     return resumes_;
@@ -103,6 +112,7 @@ class Engine {
  private:
   absl::Mutex mutex_;
   std::vector<client::ResumeInfo> resumes_ ABSL_GUARDED_BY(mutex_);
+  int refusals_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<std::string> live_;
   std::unique_ptr<client::Replica> replica_;
   std::vector<std::unique_ptr<client::Worker>> workers_;
