@@ -286,7 +286,10 @@ void TrainerSessions::AllocateArena(
   node_.reserving->Post(
       [this, id = (*session)->id, bytes, answer, name = (*session)->Name()] {
         const absl::Time begin = absl::Now();
-        if (begin >= answer->deadline()) return answer->Finish(ArenaLate());
+        if (begin >= answer->deadline()) {
+          answer->Finish(ArenaLate());
+          return;
+        }
         transport::AllocateOptions allocate;
         allocate.name = name;
         absl::StatusOr<std::unique_ptr<transport::Segment>> made =
@@ -298,7 +301,8 @@ void TrainerSessions::AllocateArena(
         std::shared_ptr<transport::Segment> segment = *std::move(made);
         const absl::Duration warm_up = absl::Now() - begin;
         if (absl::Now() >= answer->deadline()) {
-          return answer->Finish(ArenaLate());
+          answer->Finish(ArenaLate());
+          return;
         }
         node_.loop->Post([this, id, segment, warm_up, answer] {
           Session* session = Find(id);
