@@ -222,15 +222,19 @@ TEST(Mover, WhatCameOfARoundIsSaidAgain) {
   const ModelBytes model(define, 12);
   TestNode::Options small;
   small.budget_bytes = 300 << 10;
-  TestNode a("a"), b("b"), c("c", small);
+  TestNode a("a"), b("b", small), c("c");
   {
     TestUpdate refused(define, "u", 1, {&a, &b, &c});
     refused.Define();
     refused.Prepare();
-    EXPECT_EQ(c.WaitPrepared().failure().reason(), "NO_STORE_ROOM");
-    refused.PrepareAgain(&c);
-    EXPECT_EQ(c.WaitPrepared().failure().reason(), "NO_STORE_ROOM");
+    EXPECT_EQ(b.WaitPrepared().failure().reason(), "NO_STORE_ROOM");
+    refused.PrepareAgain(&b);
+    EXPECT_EQ(b.WaitPrepared().failure().reason(), "NO_STORE_ROOM");
     refused.End(false);
+    // The others had room, and wait for b in vain.
+    EXPECT_TRUE(
+        Eventually([&] { return a.UsedBytes() == 0 && c.UsedBytes() == 0; }));
+    a.TakeReports();
   }
   const v1::DefineLayout fits = ModelBuilder("models/n")
                                     .SmallModel()
