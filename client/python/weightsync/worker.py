@@ -350,13 +350,17 @@ class Worker:
         if policy == "warn" or (self._load is not None and weights is None):
             catalog = self._catalog(catalog_timeout)
         parts = self._targets(weights, catalog, views, names, bounce, load_buffer_bytes)
+        spares = None if spare is None else self._spares(spare, parts, names)
         if policy == "warn":
             assert catalog is not None
             parts = self._agree(parts, catalog)
             partial = True
         if self._loads is not None:
             parts = self._loads.registered(parts)
-        spares = None if spare is None else name_rules.apply(names, tensors.all_parts(spare))
+        if spares is not None:
+            # What no trainer has (policy="warn") is in neither.
+            left = {part.name for part in parts}
+            spares = [part for part in spares if part.name in left]
         for part in [*([] if self._loads is not None else parts), *(spares or ())]:
             self._check(part)
 
@@ -491,6 +495,24 @@ class Worker:
         self._loads = Loads(parts, views, lambda part, view: load(part.name, view), self._load_weights, buffer_bytes)
         return self._loads.parts(names)
 
+    def _spares(
+        self, spare: tensors.Weights, parts: Sequence[tensors.Part], names: Sequence[name_rules.Rule]
+    ) -> List[tensors.Part]:
+        """The tensors of the spare set, in the order of those that serve; SWAP_INVALID where they are others."""
+        if self._loads is not None:
+            raise invalid("SWAP_INVALID", "A worker swaps its weights or loads them, not both.")
+        found, _ = tensors.drop_tied(tensors.all_parts(spare))
+        sets = [{part.describe(): part for part in one} for one in (parts, name_rules.apply(names, found))]
+        for here, there, which in (sets[0], sets[1], "spare"), (sets[1], sets[0], "first"):
+            alone = next((part.name for at, part in here.items() if at not in there), None)
+            if alone is not None:
+                raise invalid(
+                    "SWAP_INVALID",
+                    f"A worker that swaps its weights has the same tensors in both sets, tied alike; {alone} is not "
+                    f"in the {which} one, or otherwise there.",
+                )
+        return [sets[1][part.describe()] for part in parts]
+
     def _agree(self, parts: List[tensors.Part], catalog: Dict[str, Any]) -> List[tensors.Part]:
         """policy="warn": without what the trainers do not have."""
         missing, extra = name_rules.leftovers([part.name for part in parts], list(catalog))
@@ -526,7 +548,7 @@ class Worker:
 
     def _take(self, given: Any, _answer: int) -> None:
         assert self._loads is not None
-        self._loads.take(given.contents, self._hooks.wait, self._load_timeout)
+        self._loads.take(given.contents, self._hooks, self._load_timeout)
 
     def _removed(self, _answer: int) -> None:
         assert self._on_remove is not None
