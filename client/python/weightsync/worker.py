@@ -501,17 +501,21 @@ class Worker:
         """The tensors of the spare set, in the order of those that serve; SWAP_INVALID where they are others."""
         if self._loads is not None:
             raise invalid("SWAP_INVALID", "A worker swaps its weights or loads them, not both.")
-        found, _ = tensors.drop_tied(tensors.all_parts(spare))
-        sets = [{part.describe(): part for part in one} for one in (parts, name_rules.apply(names, found))]
-        for here, there, which in (sets[0], sets[1], "spare"), (sets[1], sets[0], "first"):
-            alone = next((part.name for at, part in here.items() if at not in there), None)
-            if alone is not None:
-                raise invalid(
-                    "SWAP_INVALID",
-                    f"A worker that swaps its weights has the same tensors in both sets, tied alike; {alone} is not "
-                    f"in the {which} one, or otherwise there.",
-                )
-        return [sets[1][part.describe()] for part in parts]
+        others = {part.describe(): part for part in name_rules.apply(names, tensors.all_parts(spare))}
+        taken = [others.pop(part.describe(), None) for part in parts]
+        found = [part for part in taken if part is not None]
+        # Of tied names one is there, the same in both sets.
+        kept, tied = tensors.drop_tied([*found, *others.values()])
+        alone = [part.name for part, other in zip(parts, taken) if other is None]
+        alone += [part.name for part in found if part.name in tied]
+        alone += [part.name for part in kept[len(found) :]]
+        if alone:
+            raise invalid(
+                "SWAP_INVALID",
+                f"A worker that swaps its weights has the same tensors in both sets, tied alike; {alone[0]} is in one "
+                "only, or of another shape or type there.",
+            )
+        return found
 
     def _agree(self, parts: List[tensors.Part], catalog: Dict[str, Any]) -> List[tensors.Part]:
         """policy="warn": without what the trainers do not have."""
