@@ -216,6 +216,7 @@ def test_an_engine_that_dies_in_the_removal(address):
                 worker.wait_registered()
                 _, errors = call.communicate(timeout=60)
                 assert call.returncode == 0, errors
+                assert dropped == [True]
                 trainer.publish(version=2).wait(60)
                 worker.wait_installed(2, 30)
                 assert all(numpy.array_equal(live[name], tensor) for name, tensor in lora_of("x", 1).items())
