@@ -249,8 +249,10 @@ class Worker:
     `load(name, tensor)` is called for every parameter of an update, while the replica is paused, and may
     return a future (of concurrent.futures, torch.futures or multiprocessing, or an awaitable) that ends when the
     engine has taken it; the update counts as installed when all have. What a future ends with is as if the
-    callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until then; its memory is used again for the next
-    ones. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
+    callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until
+    then; its memory is used again for the next ones. What has not ended `load_timeout` seconds after the update came
+    fails it (LOAD_TIMEOUT), but is not cancelled: no other update begins before it has ended, so that a late copy is
+    never written over a newer version. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
     whole. The model is not held once more: tensors come one by one, as many at a time as `load_buffer_bytes`
     holds (at least one); those that the engine has not taken yet are waited for.
 
@@ -263,9 +265,11 @@ class Worker:
         asked for at the daemon for up to `catalog_timeout` seconds.
       load: see above. `views`: "numpy" or "torch".
       load_weights: the same for loaders that take everything at once: called once per update with an iterable of
-        (name, tensor), each of which may be used until the next one is asked for; may return a future. Tensors
+        (name, tensor), each of which may be used until the next one is asked for; may return a future. It must
+        ask for all of them (LOAD_INCOMPLETE), and by `load_timeout`: later ones are refused (LOAD_ENDED). Tensors
         are read as they are asked for. An update by STREAM is gathered first: it takes memory for all of them.
       load_buffer_bytes: of tensors that were handed to `load` and not taken yet.
+      load_timeout: how many seconds the engine has for all of an update.
       index, workers, incarnation: of a replica of several workers.
       names: rules from the engine's names to the model's (weightsync.names).
       policy: "strict": the daemon refuses a worker that wants what the trainers do not have
@@ -273,7 +277,7 @@ class Worker:
         allowed, with a warning; needs the trainers to be there.
       bounce: fill tensors on GPUs through host memory of this process. Without it CUDA tensors are filled where
         they are, and other devices refused (CUDA_MEMORY).
-      spare, swap: a second set of tensors; updates are written into the set that does not serve, and
+      spare, swap: a second set of the same tensors, tied alike (SWAP_INVALID); updates are written into the set that does not serve, and
         `swap(set, update_id)` says which one holds a whole update now (see client/cc/worker.h). For updates
         with pause_mode "none".
       may_write: raises where the memory is not there now (starting, asleep).
