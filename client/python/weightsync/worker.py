@@ -252,9 +252,9 @@ class Worker:
     callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until
     then; its memory is used again for the next ones. What has not ended `load_timeout` seconds after the update came
     fails it (LOAD_TIMEOUT), but is not cancelled: no other update begins before it has ended, so that a late copy is
-    never written over a newer version. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
-    whole. The model is not held once more: tensors come one by one, as many at a time as `load_buffer_bytes`
-    holds (at least one); those that the engine has not taken yet are waited for.
+    never written over a newer version. What it raises leaves a mix: the update is applied again, and the replica
+    stays paused until one is whole. The model is not held once more: tensors come one by one, as many at a time as
+    `load_buffer_bytes` holds (at least one); those that the engine has not taken yet are waited for.
 
     With hooks, or without any replica of that name elsewhere, a worker alone is its own replica; where an
     engine has several, make a Replica, and its workers with `index` (in other processes also `workers`,
@@ -277,9 +277,9 @@ class Worker:
         allowed, with a warning; needs the trainers to be there.
       bounce: fill tensors on GPUs through host memory of this process. Without it CUDA tensors are filled where
         they are, and other devices refused (CUDA_MEMORY).
-      spare, swap: a second set of the same tensors, tied alike (SWAP_INVALID); updates are written into the set that does not serve, and
-        `swap(set, update_id)` says which one holds a whole update now (see client/cc/worker.h). For updates
-        with pause_mode "none".
+      spare, swap: a second set of the same tensors, tied alike (SWAP_INVALID); updates are written into the set
+        that does not serve, and `swap(set, update_id)` says which one holds a whole update now (see
+        client/cc/worker.h). For updates with pause_mode "none".
       may_write: raises where the memory is not there now (starting, asleep).
       on_applied: called after every attempt, with an Applied; must return soon.
       on_remove: of a worker alone as of Replica. Of one of several: called in it, while the replica is paused,
