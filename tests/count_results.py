@@ -37,12 +37,14 @@ def count_bazel(events_path):
     """Counts the cases of every test target that one `bazel test` ran, built or not.
 
     A target that failed as a whole (it did not build, crashed, ran out of time) counts as one
-    failed case beyond those that its file names.
+    failed case beyond those that its file names; a test that does not fit this machine (without
+    nvcc, for one) as one that was skipped.
     """
     passed, failed, skipped = 0, [], 0
     results = {}  # label -> paths of the test.xml files of its shards
     status = {}  # label -> overall status
     broken = []  # labels that did not build
+    tests = set()  # labels of targets that are tests
     finished = None
     for line in pathlib.Path(events_path).read_text(encoding="utf-8").splitlines():
         if not line.strip():
@@ -59,7 +61,13 @@ def count_bazel(events_path):
         elif "testSummary" in identity:
             label = identity["testSummary"]["label"]
             status[label] = event.get("testSummary", {}).get("overallStatus", "NO_STATUS")
+        elif "targetConfigured" in identity:
+            if event.get("configured", {}).get("testSize"):
+                tests.add(identity["targetConfigured"]["label"])
         elif "targetCompleted" in identity:
+            label = identity["targetCompleted"]["label"]
+            if event.get("aborted", {}).get("reason") == "SKIPPED" and label in tests:
+                skipped += 1
             if "completed" in event and not event["completed"].get("success", False):
                 broken.append(identity["targetCompleted"]["label"])
         elif "buildFinished" in identity:

@@ -130,15 +130,18 @@ check_format() {
     xargs -0 --no-run-if-empty clang-format --dry-run -Werror
 }
 
-# The targets to test, one a line. Empty when the filter leaves none.
-bazel_targets() {
+# Writes the targets to test to $work/targets, one a line; none when the filter leaves none.
+find_bazel_targets() {
   if [[ -z "$filter" ]]; then
-    echo //...
-  else
-    bazel query --noshow_progress 'tests(//...)' >"$work/tests" 2>"$work/query" ||
-      cat "$work/query" >&2
-    grep -E -- "$filter" "$work/tests"
+    echo //... >"$work/targets"
+    return
   fi
+  : >"$work/targets"
+  if ! bazel query --noshow_progress 'tests(//...)' >"$work/tests" 2>"$work/query"; then
+    cat "$work/query" >&2
+    return 1
+  fi
+  grep -E -- "$filter" "$work/tests" >"$work/targets" || true
 }
 
 # A virtual environment with exactly tests/requirements.txt; made anew when that changes.
@@ -155,11 +158,10 @@ make_venv() {
     cp tests/requirements.txt "$stamp"
 }
 
-# What the Python tests start. What does not build shows as tests that fail; but without the package of this very
-# tree they would try another one.
+# What the Python tests start. Without the programs and the package of this very tree they would try older ones.
 build_programs() {
   bazel build "${bazel_output[@]}" //daemon:weightsyncd //client/ctl:weightsyncctl //client/cc:libweightsync.so \
-    //tests/e2e/... //tests/readme/... //tests/bench/... //tests/chaos/...
+    //tests/e2e/... //tests/readme/... //tests/bench/... //tests/chaos/... || return 1
   "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
     --force-reinstall ./client/python
 }
@@ -183,7 +185,10 @@ if wanted includes; then
   took
 fi
 
-mapfile -t targets < <(bazel_targets)
+if ! find_bazel_targets; then
+  fail "bazel: the targets could not be listed, so that none of them was tested"
+fi
+mapfile -t targets <"$work/targets"
 if ((${#targets[@]} > 0)); then
   heading "bazel test ${targets[*]:0:3}"
   options=(--keep_going --build_event_json_file="$work/events.json")
@@ -216,7 +221,7 @@ if ((${#python_tests[@]} > 0)); then
       "$VENV/bin/python" -B -m pytest "${options[@]}" "${python_tests[@]}"
       add junit "$work/pytest.xml"
     else
-      fail "pytest: client/python could not be installed, so that no Python test ran"
+      fail "pytest: the programs or client/python could not be built, so that no Python test ran"
     fi
     took
   else

@@ -64,6 +64,8 @@ def generate_stubs(target):
 
 class Build(build_py):
     def run(self):
+        # What an earlier build left: modules that are gone would be packed again.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         here = pathlib.Path(__file__).resolve().parent
         target = here if getattr(self, "editable_mode", False) else pathlib.Path(self.build_lib).resolve()

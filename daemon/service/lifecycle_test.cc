@@ -11,9 +11,11 @@
 #include <filesystem>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "daemon/service/agent.h"
 #include "daemon/service/cluster_fixture.h"
+#include "google/protobuf/unknown_field_set.h"
 #include "grpcpp/generic/generic_stub.h"
 
 namespace weightsync {
@@ -51,6 +53,36 @@ std::string RawCall(const std::shared_ptr<grpc::Channel>& channel,
     bytes.append(reinterpret_cast<const char*>(part.begin()), part.size());
   }
   return bytes;
+}
+
+// The field of that number, or nothing: of a message whose type is not here.
+std::string Field(const std::string& bytes, int number) {
+  google::protobuf::UnknownFieldSet fields;
+  if (!fields.ParseFromString(bytes)) return "";
+  for (int i = 0; i < fields.field_count(); ++i) {
+    const google::protobuf::UnknownField& field = fields.field(i);
+    if (field.number() != number) continue;
+    if (field.type() == google::protobuf::UnknownField::TYPE_VARINT) {
+      return absl::StrCat(field.varint());
+    }
+    if (field.type() == google::protobuf::UnknownField::TYPE_LENGTH_DELIMITED) {
+      return field.length_delimited();
+    }
+  }
+  return "";
+}
+
+// How many calls a daemon's server is busy with, by channelz.
+int64_t CallsUnderWay(const std::shared_ptr<grpc::Channel>& channel) {
+  // GetServersResponse.server.data: started 2, succeeded 3, failed 4.
+  const std::string data = Field(
+      Field(RawCall(channel, "/grpc.channelz.v1.Channelz/GetServers", ""), 1),
+      2);
+  const auto count = [&data](int number) {
+    int64_t value = 0;
+    return absl::SimpleAtoi(Field(data, number), &value) ? value : 0;
+  };
+  return count(2) - count(3) - count(4);
 }
 
 class LifecycleTest : public ClusterTest {
@@ -131,17 +163,30 @@ TEST_F(LifecycleTest, AWaitingCallIsAnsweredAtShutdown) {
   trainers_[0]->Fill(1);
   const auto published = trainers_[0]->Publish();
   ASSERT_TRUE(published.ok()) << published.status();
+  // One that waits for the end of the update, and one that waits for it to
+  // publish the next version.
   absl::Status waited, publishing;
+  const int64_t before = CallsUnderWay(Channel("a"));
+  ASSERT_GT(before, 0);
   std::thread waiter(
       [&] { waited = trainers_[0]->Wait(published->version_name()).status(); });
   // The next publish waits for the update before it.
   std::thread publisher([&] { publishing = trainers_[0]->Publish().status(); });
-  absl::SleepFor(absl::Milliseconds(300));
+  const absl::Time deadline = absl::Now() + kDeadline;
+  while (CallsUnderWay(Channel("a")) < before + 2 && absl::Now() < deadline) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  EXPECT_EQ(CallsUnderWay(Channel("a")), before + 2);
   daemons_["a"]->Shutdown();
   waiter.join();
   publisher.join();
-  EXPECT_EQ(waited.code(), absl::StatusCode::kUnavailable) << waited;
-  EXPECT_EQ(publishing.code(), absl::StatusCode::kUnavailable) << publishing;
+  // By the daemon: gRPC alone says UNAVAILABLE without a reason.
+  EXPECT_EQ(ErrorReason(waited), "SHUTTING_DOWN") << waited;
+  // As the coordinator told its node.
+  EXPECT_NE(ErrorReason(publishing), "") << publishing;
+  EXPECT_NE(publishing.message().find("this weightsyncd is going down"),
+            absl::string_view::npos)
+      << publishing;
 }
 
 TEST_F(LifecycleTest, HealthAndSecondStart) {

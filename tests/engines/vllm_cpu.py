@@ -25,6 +25,8 @@ BLOCK = 128
 PROMPTS = [[(7 * i) % 499 + 1 for i in range(2 * BLOCK + 40)] + [tail] for tail in (3, 400, 77)]
 # Shares no block with them.
 RUNNING = [(11 * i) % 487 + 5 for i in range(BLOCK + 10)]
+# Far more than are made until the pause comes.
+RUNNING_TOKENS = 350
 
 
 def make_model(version):
@@ -82,12 +84,14 @@ def fresh(checkpoint):
     print("answers", json.dumps(answers), flush=True)
 
 
-async def generate(engine, prompt, name, tokens=TOKENS):
+async def generate(engine, prompt, name, tokens=TOKENS, began=None):
     from vllm import TokensPrompt
 
     last = None
     async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling(tokens), name):
         last = output
+        if began is not None:
+            began.set()
     return last
 
 
@@ -115,22 +119,34 @@ async def served(checkpoint, models, address):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    class Controller(weightsync.vllm.Controller):
+        running = None
+
+        async def pause(self, request):
+            assert not self.running.done(), "the request has ended: this tests no pause"
+            return await super().pause(request)
+
     engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**arguments(checkpoint, worker_extension_cls="weightsync.vllm.WorkerExtension"))
+        AsyncEngineArgs(**arguments(checkpoint, worker_extension_cls="failing_extension.FailingExtension"))
     )
     found = [await ask(engine, "v0")]
-    controller = weightsync.vllm.Controller(engine, "tiny", "vllm", address=address)
+    controller = Controller(engine, "tiny", "vllm", address=address)
     with weightsync.Trainer("tiny", address=address) as trainer:
         trainer.register(models[1])
         await controller.start()
         for version, mode in zip(range(1, VERSIONS), ("drain", "keep")):
             # In flight while the version comes: it must end, whatever it says.
-            running = asyncio.create_task(generate(engine, RUNNING, f"running-{version}", 100))
-            await asyncio.sleep(0.05)
+            began = asyncio.Event()
+            running = asyncio.create_task(generate(engine, RUNNING, f"running-{version}", RUNNING_TOKENS, began))
+            controller.running = running
+            await began.wait()
+            # The first attempt ends with half of a layer; the update is applied again.
+            await engine.collective_rpc("weightsync_test_fail_once")
             update = trainer.publish(tensors=models[version], pause_mode=mode)
             result = await asyncio.to_thread(update.wait, 120)
             found.append(await ask(engine, f"v{version}"))
-            assert len((await running).outputs[0].token_ids) == 100
+            assert len((await running).outputs[0].token_ids) == RUNNING_TOKENS
+            assert await engine.collective_rpc("weightsync_test_failures") == [1]
             print(
                 f"version {result.version} ({mode}): stall {result.stall_seconds * 1e3:.1f} ms, "
                 f"pause {result.pause_seconds * 1e3:.1f} ms",

@@ -470,6 +470,7 @@ def test_a_worker_that_never_acknowledges(client, model):
                 assert client.call(
                     "TrainerService.WaitVersion", name=update.version_name
                 ).state == 9
+                assert "resume" not in [answer.WhichOneof("command") for answer in replica.heard()]
 
 
 def test_a_replica_that_does_not_pause(client, model):

@@ -105,11 +105,11 @@ class Node:
 class Cluster:
     """Daemons on this machine, the first of them the coordinator. Use it with `with`."""
 
-    def __init__(self, nodes=1, flags=("--store_budget_bytes=2000000000",), user=None):
+    def __init__(self, nodes=1, flags=("--store_budget_bytes=2000000000",), user=None, daemon=DAEMON):
         self._flags = list(flags)
         # Of the daemons; None: of this process.
         self._user = user
-        self._daemon = DAEMON
+        self._daemon = daemon
         self._count = nodes
         self._stack = contextlib.ExitStack()
         self.nodes = []
@@ -125,7 +125,7 @@ class Cluster:
         if self._user is not None:
             # What Bazel builds lies where only its user may look.
             self.directory.chmod(0o777)
-            self._daemon = shutil.copy(DAEMON, self.directory / "weightsyncd")
+            self._daemon = shutil.copy(self._daemon, self.directory / "weightsyncd")
         try:
             for index in range(self._count):
                 self._start_node(index)

@@ -6,17 +6,9 @@ what runs a real one.
 
 import abc
 import asyncio
-import base64
-import concurrent.futures
-import contextlib
-import http.server
-import importlib.util
-import json
-import pickle
+import importlib
 import sys
-import threading
 import types
-import urllib.parse
 
 import pytest
 import torch
@@ -26,6 +18,17 @@ import weightsync.vllm
 from weightsync import WeightsyncError
 
 import cluster
+from fake_engines import (
+    FakeAsyncLLM,
+    FakeModel,
+    FakeSGLang,
+    FakeSGLangOfTwo,
+    FakeVllmServer,
+    FakeWorkerBase,
+    fake_vllm,  # noqa: F401  a fixture
+    serving,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,142 +43,6 @@ _count = iter(range(1_000_000))
 @pytest.fixture
 def model():
     return f"e{next(_count)}"
-
-
-SHAPES = {"model.layers.0.q_proj.weight": (8, 4), "model.layers.0.k_proj.weight": (4, 4), "lm_head.weight": (6, 4)}
-
-
-def weights(seed):
-    torch.manual_seed(seed)
-    return {name: torch.randn(shape, dtype=torch.float32).bfloat16() for name, shape in SHAPES.items()}
-
-
-class FakeModel:
-    """Fuses as vLLM's models do, and keeps its addresses."""
-
-    def __init__(self):
-        self.qk = torch.zeros(12, 4, dtype=torch.bfloat16)
-        self.head = torch.zeros(6, 4, dtype=torch.bfloat16)
-        self.fail = None
-
-    def load_weights(self, pairs):
-        # Layerwise reload may hold tensors until a layer is whole.
-        held = dict(pairs)
-        if self.fail:
-            raise ValueError(self.fail)
-        self.qk[:8].copy_(held["model.layers.0.q_proj.weight"])
-        self.qk[8:].copy_(held["model.layers.0.k_proj.weight"])
-        self.head.copy_(held["lm_head.weight"])
-
-    def holds(self, w):
-        return torch.equal(self.qk[:8], w["model.layers.0.q_proj.weight"]) and torch.equal(
-            self.head, w["lm_head.weight"]
-        )
-
-
-class FakeWorkerBase:
-    def __init__(self, rank, log):
-        self.rank = self.local_rank = rank
-        self.device = torch.device("cpu")
-        self.vllm_config = types.SimpleNamespace(
-            model_config="the model's config", parallel_config=types.SimpleNamespace(rank=rank, world_size=1)
-        )
-        self.model = FakeModel()
-        self.log = log
-
-    def get_model(self):
-        return self.model
-
-
-def fake_workers(count, log):
-    """As vLLM extends its worker class: no attribute may exist on it already."""
-    kind = type("Worker", (FakeWorkerBase,), {})
-    extension = weightsync.vllm.WorkerExtension
-    for name in dir(extension):
-        assert name.startswith("__") or not hasattr(kind, name), name
-    kind.__bases__ += (extension,)
-    return [kind(rank, log) for rank in range(count)]
-
-
-@pytest.fixture
-def fake_vllm(monkeypatch):
-    """The modules of vLLM that the adapter imports, when it has them; notes its calls."""
-    log = []
-    layerwise = types.ModuleType("vllm.model_executor.model_loader.reload.layerwise")
-    layerwise.initialize_layerwise_reload = lambda model: log.append("initialize")
-    layerwise.finalize_layerwise_reload = lambda model, config: log.append(("finalize", config))
-    config = types.ModuleType("vllm.config")
-
-    @contextlib.contextmanager
-    def set_current_vllm_config(given):
-        log.append("config set")
-        yield
-        log.append("config unset")
-
-    config.set_current_vllm_config = set_current_vllm_config
-    factory = types.ModuleType("vllm.distributed.weight_transfer.factory")
-    factory.engines = {}
-
-    class WeightTransferEngineFactory:
-        @staticmethod
-        def register_engine(name, module, kind):
-            if name in factory.engines:
-                raise ValueError(f"{name} is registered")
-            factory.engines[name] = (module, kind)
-
-    factory.WeightTransferEngineFactory = WeightTransferEngineFactory
-    reload = types.ModuleType("vllm.model_executor.model_loader.reload")
-    reload.layerwise = layerwise
-    for name, module in {
-        "vllm": types.ModuleType("vllm"),
-        "vllm.config": config,
-        "vllm.model_executor": types.ModuleType("vllm.model_executor"),
-        "vllm.model_executor.model_loader": types.ModuleType("vllm.model_executor.model_loader"),
-        "vllm.model_executor.model_loader.reload": reload,
-        "vllm.model_executor.model_loader.reload.layerwise": layerwise,
-        "vllm.distributed": types.ModuleType("vllm.distributed"),
-        "vllm.distributed.weight_transfer": types.ModuleType("vllm.distributed.weight_transfer"),
-        "vllm.distributed.weight_transfer.factory": factory,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return types.SimpleNamespace(log=log, factory=factory)
-
-
-class FakeAsyncLLM:
-    def __init__(self, workers=2):
-        self.calls = []
-        self.workers = fake_workers(workers, self.calls)
-        self.vllm_config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(world_size=workers))
-        self.paused = False
-        self.prefix_blocks_in_use = False
-        self.never_pauses = False
-
-    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        # In their own processes there, all at once.
-        with concurrent.futures.ThreadPoolExecutor(len(self.workers)) as pool:
-            calls = [
-                asyncio.get_running_loop().run_in_executor(
-                    pool, lambda worker=worker: getattr(worker, method)(*args, **(kwargs or {}))
-                )
-                for worker in self.workers
-            ]
-            return list(await asyncio.gather(*calls))
-
-    async def pause_generation(self, *, mode="abort", clear_cache=True):
-        assert mode in ("abort", "wait", "keep")
-        self.calls.append(("pause", mode, clear_cache))
-        if self.never_pauses:
-            await asyncio.sleep(1000)
-        self.paused = True
-
-    async def resume_generation(self):
-        self.calls.append("resume")
-        self.paused = False
-
-    async def reset_prefix_cache(self):
-        assert self.paused
-        self.calls.append("reset_prefix_cache")
-        return not self.prefix_blocks_in_use
 
 
 def test_vllm_in_process(address, model, fake_vllm):
@@ -271,7 +138,7 @@ def test_vllm_that_does_not_pause_serves_on(address, model):
 
 
 def test_a_loader_that_takes_nothing_is_an_error(fake_vllm):
-    class Deaf:
+    class Deaf(FakeModel):
         def load_weights(self, pairs):
             pass
 
@@ -429,65 +296,23 @@ def test_vllms_transfer_engine(address, model, fake_vllm):
 # ---- Over HTTP ----
 
 
-@contextlib.contextmanager
-def serving(answer):
-    """A server whose routes are `answer(method, path, query, body)` -> (status, object)."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def _do(self):
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            url = urllib.parse.urlsplit(self.path)
-            try:
-                status, found = answer(self.command, url.path, dict(urllib.parse.parse_qsl(url.query)), body)
-            except Exception as error:  # noqa: BLE001
-                status, found = 500, {"error": repr(error)}
-            text = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST = _do
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_vllm_over_http(address, model):
-    workers, calls = fake_workers(2, []), []
-
-    def answer(method, path, query, body):
-        calls.append((path, query))
-        if path == "/get_world_size":
-            return 200, {"world_size": 2}
-        if path == "/collective_rpc":
-            with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                found = pool.map(lambda worker: getattr(worker, body["method"])(**body["kwargs"]), workers)
-                return 200, {"results": list(found)}
-        if path == "/reset_prefix_cache":
-            return 200, {"success": True}
-        return 200, {"status": "ok"}
-
-    with serving(answer) as url, weightsync.Trainer(model, address=address) as trainer:
+def test_vllm_over_http(address, model, monkeypatch):
+    # Of the environment's proxies none is between a controller and its engine.
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    engine = FakeVllmServer(2)
+    with serving(engine.answer) as url, weightsync.Trainer(model, address=address) as trainer:
         trainer.register(weights(0))
         controller = weightsync.vllm.HttpController(url, model, "r", address=address)
         controller.start()
-        calls.clear()
+        engine.calls.clear()
         trainer.publish(tensors=weights(1), pause_mode="keep").wait(60)
-        assert all(worker.model.holds(weights(1)) for worker in workers)
-        assert calls == [
+        assert all(worker.model.holds(weights(1)) for worker in engine.workers)
+        assert engine.calls == [
             ("/pause", {"mode": "keep", "clear_cache": "true"}),
-            ("/reset_prefix_cache", {}),
+            ("/reset_prefix_cache", {"reset_running_requests": "true"}),
             ("/resume", {}),
         ]
         controller.stop()
@@ -497,41 +322,6 @@ def test_an_engine_that_cannot_be_reached():
     with pytest.raises(ConnectionError) as error:
         weightsync.vllm.HttpController("http://127.0.0.1:1", "m", "r")
     assert error.value.reason == "ENGINE_UNREACHABLE"
-
-
-class FakeSGLang:
-    def __init__(self):
-        self.model = FakeModel()
-        self.calls = []
-        self.queue_is_empty = True
-        self.version = "default"
-
-    def answer(self, method, path, query, body):
-        if path == "/update_weights_from_tensor":
-            assert body["load_format"] in ["weightsync.sglang.load"], "not in --custom-weight-loader"
-            assert body["flush_cache"] is False, "would kill the scheduler with a queue that is not empty"
-            for payload in body["serialized_named_tensors"]:
-                tensors = pickle.loads(base64.b64decode(payload))
-                weightsync.sglang.load(self.model, tensors)
-                self.calls.append("load")
-        elif path == "/pause_generation":
-            assert body["mode"] in ("abort", "retract", "in_place")
-            self.calls.append(("pause", body["mode"]))
-            if body["mode"] == "retract":
-                self.queue_is_empty = False
-        elif path == "/continue_generation":
-            self.calls.append("continue")
-            self.queue_is_empty = True
-        elif path == "/flush_cache":
-            self.calls.append("flush")
-            if not self.queue_is_empty:
-                return 400, {"error": "Cache not flushed because there are pending requests."}
-        elif path == "/update_weight_version":
-            assert body["abort_all_requests"] is False, "it is true by default"
-            self.version = body["new_version"]
-        else:
-            return 404, {}
-        return 200, {"success": True, "message": ""}
 
 
 def test_sglang(address, model):
@@ -556,30 +346,6 @@ def test_sglang(address, model):
         assert ("pause", "abort") not in engine.calls and "load" not in engine.calls
         assert engine.model.holds(weights(1))
         controller.stop()
-
-
-class FakeSGLangOfTwo(FakeSGLang):
-    """Each of its ranks has the module for itself, as processes have."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.models = [FakeModel(), FakeModel()]
-        self.ranks = []
-        for rank in range(2):
-            spec = importlib.util.spec_from_file_location(f"weightsync.sglang_{rank}", weightsync.sglang.__file__)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            monkeypatch.setattr(module, "_tensor_parallel_rank", lambda rank=rank: rank)
-            self.ranks.append(module)
-
-    def answer(self, method, path, query, body):
-        if path != "/update_weights_from_tensor":
-            return super().answer(method, path, query, body)
-        payloads = [pickle.loads(base64.b64decode(p)) for p in body["serialized_named_tensors"]]
-        assert len(payloads) == 2, "one for each rank"
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda module, model, given: module.load(model, given), self.ranks, self.models, payloads))
-        return 200, {"success": True, "message": ""}
 
 
 def test_sglang_of_two_workers_whose_flush_is_refused(address, model, monkeypatch):

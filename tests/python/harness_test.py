@@ -128,12 +128,16 @@ def test_a_target_that_does_not_fit_this_machine_is_no_failure(tmp_path):
     events = write_events(
         tmp_path,
         {
-            "id": {"targetCompleted": {"label": "//a:gpu"}},
-            "aborted": {"reason": "SKIPPED"},
+            "id": {"targetConfigured": {"label": "//a:gpu_test"}},
+            "configured": {"targetKind": "cc_test rule", "testSize": "SMALL"},
         },
+        {"id": {"targetCompleted": {"label": "//a:gpu_test"}}, "aborted": {"reason": "SKIPPED"}},
+        {"id": {"targetConfigured": {"label": "//a:gpu"}}, "configured": {"targetKind": "cc_library rule"}},
+        {"id": {"targetCompleted": {"label": "//a:gpu"}}, "aborted": {"reason": "SKIPPED"}},
         finished(True),
     )
-    assert count_results.count_bazel(events) == (0, [], 0)
+    # Other targets than tests are nothing that is counted.
+    assert count_results.count_bazel(events) == (0, [], 1)
 
 
 def test_a_build_that_did_not_finish_has_failed(tmp_path):
@@ -214,9 +218,19 @@ def test_no_file_is_left_out_of_the_python_tests():
             assert "\ndef test_" not in path.read_text(encoding="utf-8"), path.name
 
 
-@pytest.mark.parametrize("pip_ends_with", [0, 1])
-def test_without_the_package_of_this_tree_no_python_test_counts(tmp_path, pip_ends_with):
-    """One that was installed before would be tried in its place."""
+@pytest.mark.parametrize(
+    "bazel, pip, last, told",
+    [
+        ("exit 0", 0, "1 passed, 0 failed", None),
+        ("exit 0", 1, "0 passed, 1 failed", "client/python could not be built"),
+        # Programs of before would be tried.
+        ('[[ "$1" != build ]]', 0, "0 passed, 1 failed", "client/python could not be built"),
+        # Targets that nobody can list are not tested.
+        ('[[ "$1" != query ]]', 0, "1 passed, 1 failed", "could not be listed"),
+    ],
+)
+def test_what_is_not_of_this_tree_does_not_count(tmp_path, bazel, pip, last, told):
+    """What was built or installed before would be tried in its place."""
 
     def script(path, text):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,9 +243,9 @@ def test_without_the_package_of_this_tree_no_python_test_counts(tmp_path, pip_en
         path.write_bytes((readme.ROOT / "tests" / name).read_bytes())
         path.chmod(0o755)
     script(tmp_path / "deploy/install_deps.sh", "exit 0")
-    script(tmp_path / "bin/bazel", "exit 0")
+    script(tmp_path / "bin/bazel", bazel)
     script(tmp_path / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
-    script(tmp_path / ".venv/bin/pip", f"exit {pip_ends_with}")
+    script(tmp_path / ".venv/bin/pip", f"exit {pip}")
     for path in ("tests/requirements.txt", ".venv/requirements.txt"):
         (tmp_path / path).write_text("none\n")
     (tmp_path / "tests/python").mkdir()
@@ -245,6 +259,6 @@ def test_without_the_package_of_this_tree_no_python_test_counts(tmp_path, pip_en
         timeout=120,
         env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
     )
-    assert done.returncode == pip_ends_with, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == ("0 passed, 1 failed" if pip_ends_with else "1 passed, 0 failed")
-    assert ("client/python could not be installed" in done.stdout) == bool(pip_ends_with)
+    assert done.stdout.splitlines()[-1] == last, done.stdout + done.stderr
+    assert done.returncode == (1 if told else 0)
+    assert told is None or told in done.stdout

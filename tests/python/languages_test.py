@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 
 import numpy
 import pytest
@@ -113,6 +114,40 @@ def test_a_watch_that_begins_before_the_publish(tmp_path, language):
             watcher.communicate(timeout=60)
     assert {name for name, _ in states} == {"models/watched/versions/1"}
     assert len(states) >= 2, states
+
+
+def test_the_wheel_has_the_modules_of_this_tree_alone(tmp_path):
+    """One that was deleted stays in the directory of the build before, and must not be packed again."""
+    shutil.copytree(
+        cluster.ROOT / "client/python",
+        tmp_path / "client/python",
+        ignore=shutil.ignore_patterns("build", "_lib", "__pycache__", "*.egg-info", "*_pb2*"),
+    )
+    shutil.copytree(cluster.ROOT / "proto", tmp_path / "proto")
+    library = tmp_path / "bazel-bin/client/cc/libweightsync.so"
+    bazel = tmp_path / "bin/bazel"
+    for path, text in (library, "the library"), (bazel, "#!/bin/sh\n"):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    bazel.chmod(0o755)
+
+    def wheel(name):
+        run(
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"),
+            *("--no-build-isolation", "--wheel-dir", tmp_path / name, tmp_path / "client/python"),
+            PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        )
+        (made,) = (tmp_path / name).glob("*.whl")
+        with zipfile.ZipFile(made) as packed:
+            return packed.namelist()
+
+    ghost = tmp_path / "client/python/weightsync/ghost.py"
+    ghost.write_text("")
+    assert "weightsync/ghost.py" in wheel("first")
+    ghost.unlink()
+    names = wheel("second")
+    assert "weightsync/ghost.py" not in names
+    assert {"weightsync/worker.py", "weightsync/_lib/libweightsync.so", "weightsync/v1/admin_pb2.py"} <= set(names)
 
 
 def test_the_package_with_the_distributions_grpc(tmp_path):

@@ -216,6 +216,8 @@ def test_an_engine_that_dies_in_the_removal(address):
                 worker.wait_registered()
                 _, errors = call.communicate(timeout=60)
                 assert call.returncode == 0, errors
+                # The call does not wait for a replica that is away.
+                cluster.wait_until(lambda: dropped == [True], "it is not told", 20)
                 trainer.publish(version=2).wait(60)
                 worker.wait_installed(2, 30)
                 assert all(numpy.array_equal(live[name], tensor) for name, tensor in lora_of("x", 1).items())

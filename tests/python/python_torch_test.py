@@ -629,25 +629,37 @@ def test_fsdp_over_tensor_parallelism(on_ranks):
 
 
 def _fsdp1(rank, world, address, model):
-    """A module that is wrapped within one that is, with parameters that are seen and with flat ones alone."""
-    for inner, use_orig_params in itertools.product((False, True), (True, False)):
+    """A module that is wrapped, within one that is and within one that is not, and one of which a part is ignored;
+    with parameters that are seen and with flat ones alone.
+    """
+    kinds = ("root", "both", "inner", "ignored")
+    for kind, use_orig_params in itertools.product(kinds, (True, False)):
         whole, module = seeded(), seeded()
         options = dict(device_id=torch.device("cpu"), use_orig_params=use_orig_params)
-        if inner:
+        # What is in no flat parameter is whole on every rank.
+        replicated = {"steps"}
+        if kind in ("both", "inner"):
             module.layer = FullyShardedDataParallel(module.layer, **options)
-        wrapped = FullyShardedDataParallel(module, **options)
+        if kind == "inner":
+            wrapped = module
+            replicated |= {"embed.weight", "back.weight"}
+        elif kind == "ignored":
+            wrapped = FullyShardedDataParallel(module, ignored_modules=[module.back], **options)
+            replicated |= {"back.weight"}
+        else:
+            wrapped = FullyShardedDataParallel(module, **options)
         by_name = {}
         for part in tensors.all_parts(wrapped):
             by_name.setdefault(part.name, []).append(part)
         full = whole.state_dict()
-        del full["head.weight"]  # tied: it is in the flat parameter once
+        del full["head.weight"]  # tied: it is there once
         assert by_name.keys() <= full.keys()
         for name, tensor in full.items():
-            copies = world if name == "steps" else 1
+            copies = world if name in replicated else 1
             assert check_against_whole(name, by_name.get(name, []), tensor) == copies * tensor.numel(), name
 
         # And over a cluster: every rank gives its stretch of the flat parameters.
-        name = f"{model}-{int(inner)}{int(use_orig_params)}"
+        name = f"{model}-{kind}-{int(use_orig_params)}"
         with weightsync.Trainer(name, rank, world, address=address) as trainer:
             trainer.register(wrapped)
             if rank == 0:

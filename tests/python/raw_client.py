@@ -88,6 +88,15 @@ class Stream:
             if answer.HasField(kind):
                 return getattr(answer, kind)
 
+    def heard(self):
+        """The answers that have come and were not asked for by next(), to the end of the stream."""
+        found = []
+        while not self._answers.empty():
+            answer = self._answers.get()
+            if answer is not None and not isinstance(answer, grpc.RpcError):
+                found.append(answer)
+        return found
+
     def close(self):
         self._closed.set()
         self._requests.put(None)

@@ -11,6 +11,10 @@ from typing import Any, Dict, Optional
 from .errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 
 
+# A proxy of the environment (http_proxy) is for the world outside, and an engine is beside its controller.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 def call_http(
     url: str,
     method: str,
@@ -24,7 +28,7 @@ def call_http(
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(full, data=data, method=method, headers={"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with _direct.open(request, timeout=timeout) as answer:
             text = answer.read()
     except urllib.error.HTTPError as error:
         raise FailedPreconditionError(

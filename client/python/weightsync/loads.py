@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import mmap
 import sys
+import threading
 import time
 import warnings
-from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy
 
 from . import _capi, names as name_rules, tensors
-from .errors import DeadlineExceededError, WeightsyncError
+from ._waiting import Loop, Promise
+from .errors import DeadlineExceededError, FailedPreconditionError
 
 _ALIGNMENT = 64
 _UINTS = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32, 8: numpy.uint64}
-
-# What waits for a result, or for what it is a promise of.
-Wait = Callable[[Any, float], Any]
 
 
 @dataclasses.dataclass
@@ -49,6 +49,33 @@ class _Wanted:
     on_gpu: bool = False
 
 
+class _Reader:
+    """What the library reads tensors from while it waits for take(); a loader of another thread may ask later."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle: Optional[int] = handle
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """It is not closed within; LOAD_ENDED when it is."""
+        with self._lock:
+            if self._handle is None:
+                raise FailedPreconditionError(
+                    "LOAD_ENDED",
+                    "The update that these weights are of was given up (LOAD_TIMEOUT, for one); nothing more of it "
+                    "can be read.",
+                )
+            yield
+
+    def read(self, tensor: int, address: int, size: int) -> None:
+        _capi.check("reader_read", self._handle, tensor, address, size)
+
+    def close(self) -> None:
+        with self._lock:
+            self._handle = None
+
+
 class Loads:
     """Reads the tensors of an update for `load`, or for `load_weights` as it asks for them.
 
@@ -74,8 +101,8 @@ class Loads:
         # Of the update that comes: tensors whose pieces are not all there, and those to be taken as one.
         self._building: Dict[int, Tuple[numpy.ndarray, int]] = {}
         self._gathered: List[Tuple[int, numpy.ndarray]] = []
-        self._done: List[numpy.ndarray] = []
-        self._pending: Deque[Tuple[str, Any, numpy.ndarray]] = collections.deque()
+        # Handed over, and not known to be taken; also of an update that was given up.
+        self._pending: Deque[Tuple[str, Promise, numpy.ndarray]] = collections.deque()
         self._outstanding = 0
         # All that was made; what only this list refers to is used again.
         self._buffers: List[numpy.ndarray] = []
@@ -134,107 +161,137 @@ class Loads:
 
     # ---- An update ----
 
-    def take(self, given: Any, wait: Wait, timeout: float) -> None:
+    def take(self, given: Any, hooks: Loop, timeout: float) -> None:
         """Some or all tensors of an update can be read (_capi.Take)."""
         deadline = time.monotonic() + timeout
         if given.first:
-            self._begin(wait, deadline)
+            self._begin(deadline)
         available = given.tensors[: given.tensor_count]
+        reader = _Reader(given.reader)
         try:
             if self._load_weights is None:
-                for index in self._complete(given.reader, available):
-                    self._hand_over(index, wait, deadline)
+                for index, whole in self._complete(reader, available):
+                    self._hand_over(index, whole.pop(), hooks, deadline)
                 while given.last and self._pending:
-                    self._settle(wait, deadline)
+                    self._settle(deadline)
             elif given.first and given.last:
-                self._wait(wait, deadline, "the weights", self._load_weights(self._each(given.reader, available)))
+                self._load_all(self._complete(reader, available), hooks, deadline)
             else:
-                self._gathered += [(i, self._done.pop()) for i in self._complete(given.reader, available)]
+                self._gathered += [(index, whole.pop()) for index, whole in self._complete(reader, available)]
                 if given.last:
-                    self._wait(wait, deadline, "the weights", self._load_weights(self._all_gathered()))
+                    self._load_all(self._all_gathered(reader), hooks, deadline)
         finally:
+            reader.close()
             if given.last:
                 self._building.clear()
                 self._gathered.clear()
-                self._done.clear()
                 self._buffers.clear()
 
-    def _begin(self, wait: Wait, deadline: float) -> None:
+    def _begin(self, deadline: float) -> None:
         # Of an update that was given up: nothing of it may be written over the next one.
+        for _, promise, _ in self._pending:
+            promise.forget()
         while self._pending:
+            name, promise, _ = self._pending[0]
             try:
-                self._settle(wait, deadline)
-            except WeightsyncError as error:
-                if error.reason == "LOAD_TIMEOUT":
-                    raise
-            except Exception:  # noqa: BLE001  whatever it was, it has ended
-                pass
+                self._settle(deadline)
+            except Exception:  # noqa: BLE001  whatever it was, it may have ended
+                if self._pending and self._pending[0][1] is promise:
+                    raise DeadlineExceededError(
+                        "LOAD_TIMEOUT",
+                        f"The engine is still taking {name} of an update that was given up; the next one waits for "
+                        "that.",
+                    ) from None
         self._building.clear()
         self._gathered.clear()
 
-    def _complete(self, reader: int, available: Sequence[int]) -> Iterator[int]:
-        """Reads what is there. The tensors that have all of their pieces now; each is in `_done` then."""
+    def _complete(self, reader: "_Reader", available: Sequence[int]) -> Iterator[Tuple[int, List[numpy.ndarray]]]:
+        """Reads what is there: the tensors that have all of their pieces now, each with a list of its memory.
+
+        Whoever refers to that memory keeps it from being used again: it is to be popped from the list.
+        """
         here = set(available)
         if len(here) == sum(len(target.pieces) for target in self._targets):
             order: Sequence[int] = range(len(self._targets))
         else:
             order = sorted({self._target_of[piece] for piece in here})
         for index in order:
-            target = self._targets[index]
-            buffer, lacking = self._building.pop(index, (None, len(target.pieces)))
-            if buffer is None:
-                buffer = self._memory(target.part.size_bytes)
-            at = buffer.__array_interface__["data"][0]
-            for piece, offset, size in target.pieces:
-                if piece in here:
-                    _capi.check("reader_read", reader, piece, at + offset, size)
-                    lacking -= 1
-            if lacking:
-                self._building[index] = (buffer, lacking)
-            else:
-                self._done.append(buffer)
-            # Whoever refers to it keeps it from being used again.
-            del buffer
-            if not lacking:
-                yield index
+            with reader.open():
+                whole = self._read(reader, index, here)
+            if whole:
+                yield index, whole
 
-    def _each(self, reader: int, available: Sequence[int]) -> Iterator[Tuple[str, Any]]:
-        for index in self._complete(reader, available):
-            yield self._targets[index].part.name, self._view(index, self._done.pop())
+    def _read(self, reader: "_Reader", index: int, here: Set[int]) -> List[numpy.ndarray]:
+        target = self._targets[index]
+        buffer, lacking = self._building.pop(index, (None, len(target.pieces)))
+        if buffer is None:
+            buffer = self._memory(target.part.size_bytes)
+        at = buffer.__array_interface__["data"][0]
+        for piece, offset, size in target.pieces:
+            if piece in here:
+                reader.read(piece, at + offset, size)
+                lacking -= 1
+        if not lacking:
+            return [buffer]
+        self._building[index] = (buffer, lacking)
+        return []
 
-    def _all_gathered(self) -> Iterator[Tuple[str, Any]]:
+    def _all_gathered(self, reader: "_Reader") -> Iterator[Tuple[int, List[numpy.ndarray]]]:
         self._gathered.sort(key=lambda entry: -entry[0])
-        while self._gathered:
-            index, buffer = self._gathered.pop()
-            yield self._targets[index].part.name, self._view(index, buffer)
+        while True:
+            with reader.open():
+                if not self._gathered:
+                    return
+                index, buffer = self._gathered.pop()
+            whole = [buffer]
+            del buffer
+            yield index, whole
 
-    def _hand_over(self, index: int, wait: Wait, deadline: float) -> None:
-        buffer = self._done.pop()
+    def _load_all(self, given: Iterator[Tuple[int, List[numpy.ndarray]]], hooks: Loop, deadline: float) -> None:
+        assert self._load_weights is not None
+        asked = 0
+
+        def pairs() -> Iterator[Tuple[str, Any]]:
+            nonlocal asked
+            for index, whole in given:
+                asked += 1
+                yield self._targets[index].part.name, self._view(index, whole.pop())
+
+        promise = hooks.promise(self._load_weights(pairs()))
+        self._pending.append(("the weights", promise, numpy.empty(0, dtype=numpy.uint8)))
+        self._settle(deadline)
+        if asked < len(self._targets):
+            raise FailedPreconditionError(
+                "LOAD_INCOMPLETE",
+                f"load_weights returned after {asked} of {len(self._targets)} tensors, without "
+                f"{self._targets[asked].part.name}: it must take every pair that it is given (it may ignore what it "
+                "does not need).",
+            )
+
+    def _hand_over(self, index: int, buffer: numpy.ndarray, hooks: Loop, deadline: float) -> None:
         while self._pending and self._outstanding + buffer.size > self._buffer_bytes:
-            self._settle(wait, deadline)
+            self._settle(deadline)
         part = self._targets[index].part
         result = self._load(part, self._view(index, buffer))
         if result is not None:
-            self._pending.append((part.name, result, buffer))
+            self._pending.append((part.name, hooks.promise(result), buffer))
             self._outstanding += buffer.size
 
-    def _settle(self, wait: Wait, deadline: float) -> None:
-        """Waits for the oldest that was handed over."""
-        name, result, buffer = self._pending.popleft()
-        self._outstanding -= buffer.size
-        self._wait(wait, deadline, name, result)
-
-    @staticmethod
-    def _wait(wait: Wait, deadline: float, name: str, result: Any) -> None:
-        start = time.monotonic()
+    def _settle(self, deadline: float) -> None:
+        """Waits for the oldest that was handed over. What does not end in time stays: it may still be copying."""
+        name, promise, buffer = self._pending[0]
         try:
-            wait(result, max(deadline - start, 0.0))
+            promise.wait(max(deadline - time.monotonic(), 0.0))
         except DeadlineExceededError as error:
             if error.reason != "HOOK_TIMEOUT":
                 raise  # the engine's own
             raise DeadlineExceededError(
                 "LOAD_TIMEOUT", f"The engine has not taken {name} in the time that loading has."
             ) from None
+        finally:
+            if promise.done():
+                self._pending.popleft()
+                self._outstanding -= buffer.size
 
     # ---- Memory ----
 

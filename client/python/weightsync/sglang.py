@@ -27,10 +27,12 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import time
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from . import _capi
 from ._http import call_http
+from ._loading import device_of, loading
 from .enums import PauseMode
 from .errors import FailedPreconditionError, UnimplementedError
 from .worker import PauseRequest, Replica, ResumeInfo, Worker
@@ -38,6 +40,8 @@ from .worker import PauseRequest, Replica, ResumeInfo, Worker
 LOADER = "weightsync.sglang.load"
 # The name under which a command comes instead of a weight.
 COMMAND = "weightsync.command"
+# What a command may take beyond the deadline that the server's workers have for it.
+_MARGIN_SECONDS = 10.0
 
 _worker: Optional[Worker] = None
 
@@ -67,20 +71,32 @@ def load(model: Any, named_tensors: Iterable[Tuple[str, Any]]) -> None:
         what = command.pop("what")
         if what == "start":
             _stop()
-            timeout = command.pop("timeout")
+            timeout = command.pop("worker_timeout")
+            deadline = time.monotonic() + timeout
+            device = device_of(model)
+
+            def load_weights(pairs: Iterable[Tuple[str, Any]]) -> None:
+                with loading(device):
+                    model.load_weights(pairs)
+
             _worker = Worker(
-                load_weights=lambda pairs: model.load_weights(pairs),
+                load_weights=load_weights,
                 views="torch",
                 index=_tensor_parallel_rank(),
                 client="sglang",
+                catalog_timeout=timeout,
                 **command,
             )
-            _worker.wait_registered(timeout)
+            try:
+                _worker.wait_registered(max(deadline - time.monotonic(), 1.0))
+            except BaseException:
+                _stop()
+                raise
         elif what == "check":
             # Every rank has it, or the server says which has not.
             if _worker is None:
                 raise RuntimeError("weightsync was not started in this process")
-            _worker.wait_installed(command["version"], command["timeout"])
+            _worker.wait_installed(command["version"], command["worker_timeout"])
         elif what == "stop":
             _stop()
         else:
@@ -107,10 +123,11 @@ class Controller:
     """The replica of an SGLang server, over its HTTP interface.
 
     Args:
-      url: of the server.
+      url: of the server. Reached directly, without any proxy.
       workers: its tensor parallel size.
       radix_cache: False where the server runs with --disable-radix-cache: allows KEEP.
       on_version: called while the server is paused and holds another version.
+      timeout: of start(), and of each of the other calls.
     """
 
     def __init__(
@@ -143,16 +160,36 @@ class Controller:
             raise FailedPreconditionError("ENGINE_REFUSED", f"{path}: {answer.get('message', 'success is false')}")
         return answer
 
-    def _command(self, **command: Any) -> None:
+    def _command(self, timeout: Optional[float] = None, **command: Any) -> None:
         payload = serialize([(COMMAND, command_tensor(command))])
-        self._post(
+        answer = self._post(
             "/update_weights_from_tensor",
             # A flush in here would kill the scheduler while its queue is not empty; we flush ourselves.
             dict(serialized_named_tensors=[payload] * self.workers, load_format=LOADER, flush_cache=False),
+            timeout,
         )
+        if answer.get("success") is not True:
+            raise FailedPreconditionError(
+                "ENGINE_REFUSED", f"/update_weights_from_tensor did not say that it was done: {answer}"
+            )
 
     def start(self) -> None:
-        """Makes the workers and the replica. The trainers must have registered."""
+        """Makes the workers and the replica, and waits until the daemon knows them, for up to `timeout` seconds.
+
+        The trainers must have registered by then (CATALOG_UNKNOWN, in the server's answer). After a failure nothing
+        of it is left, and it may be called again.
+        """
+        try:
+            self._start()
+        except BaseException:
+            try:
+                self.stop()
+            except Exception:  # noqa: BLE001  why it could not start is what is told
+                pass
+            raise
+
+    def _start(self) -> None:
+        deadline = time.monotonic() + self.timeout
         self.replica = Replica(
             self.model,
             self.name,
@@ -165,20 +202,23 @@ class Controller:
             client="sglang",
         )
         self._command(
+            # The server's workers end before this call does.
+            self.timeout + _MARGIN_SECONDS,
             what="start",
             model=self.model,
             replica=self.name,
             incarnation=self.incarnation,
             workers=self.workers,
             address=self.address,
-            timeout=self.timeout,
+            worker_timeout=self.timeout,
         )
-        self.replica.wait_registered(self.timeout)
+        self.replica.wait_registered(max(deadline - time.monotonic(), 1.0))
 
     def stop(self) -> None:
         """Ends the replica and the workers; the server goes on."""
-        if self.replica is not None:
-            self.replica.close()
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            replica.close()
         self._command(what="stop")
 
     def pause(self, request: PauseRequest) -> str:
@@ -199,7 +239,9 @@ class Controller:
     def resume(self, info: ResumeInfo) -> None:
         """The hook on_resume: what older weights cached is flushed first."""
         if info.weights_changed:
-            self._command(what="check", version=info.version, timeout=self.timeout)
+            self._command(
+                self.timeout + _MARGIN_SECONDS, what="check", version=info.version, worker_timeout=self.timeout
+            )
             if self.radix_cache:
                 try:
                     self._post("/flush_cache")

@@ -271,7 +271,10 @@ def _dtensor_parts(name: str, value: Any, component: str) -> List[Part]:
 
 
 def _fsdp1_parts(module: Any) -> Optional[List[Part]]:
-    """The flat shards of a module that FSDP (version 1) wrapped; None when it did not."""
+    """What a module holds of which FSDP (version 1) wrapped some or all; None when it wrapped nothing.
+
+    Flat shards, and whole what it left out: ignored modules, and what is around wrapped ones.
+    """
     found: List[Part] = []
     seen = False
     flat_names = set()
@@ -297,8 +300,18 @@ def _fsdp1_parts(module: Any) -> Optional[List[Part]]:
                 found.append(
                     Part(name, to_dtype(local.dtype, name), tuple(shape), offset, extent, array)
                 )
+        # Tied within the flat parameter, which has them once.
+        for tied in getattr(flat, "_shared_param_infos", ()):
+            path = _clean(f"{tied.module_name}.{tied.param_name}" if tied.module_name else tied.param_name)
+            flat_names.add(f"{prefix}.{path}" if prefix else path)
     if not seen:
         return None
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_shard_param_infos"):
+            continue  # a flat one
+        name = _clean(name)
+        if name not in flat_names:
+            found += parts_of(name, parameter)
     for name, buffer in module.named_buffers():
         name = _clean(name)
         owner, _, leaf = name.rpartition(".")

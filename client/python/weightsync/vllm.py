@@ -22,8 +22,10 @@ since 0.16, and weight transfer engines that get the model, which TransferEngine
 How pauses map: ABORT "abort", DRAIN "wait", KEEP "keep". vLLM's "wait" has no deadline of its own: at that of
 the update the engine is resumed and the pause counts as failed. Blocks of the prefix cache do not know which
 weights made them: with "keep" the caches are cleared at the pause (frozen requests compute theirs again), and
-after every change of weights the prefix cache is reset before the engine runs; a reset that vLLM refuses
-leaves the engine paused, by name (PREFIX_CACHE_IN_USE).
+after every change of weights the prefix cache is reset before the engine runs, with reset_running_requests: an
+operator's pause with KEEP, which clears nothing, may have frozen requests before the update came. A reset that
+vLLM refuses leaves the engine paused, by name (PREFIX_CACHE_IN_USE), and so does a release that does not say
+whether it was done (PREFIX_CACHE_RESET_UNKNOWN).
 
 Tensors come whole, under the names of the checkpoint, and vLLM fuses and slices them. They are
 read from the store's memory as vLLM asks for them; of an update by STREAM each worker process gathers all first.
@@ -32,10 +34,13 @@ read from the store's memory as vLLM asks for them; of an update by STREAM each 
 from __future__ import annotations
 
 import asyncio
+import time
+import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from . import _capi
 from ._http import call_http
+from ._loading import loading
 from .enums import PauseMode
 from .errors import DeadlineExceededError, FailedPreconditionError, UnimplementedError
 from .worker import PauseRequest, Replica, ResumeInfo, Worker
@@ -56,13 +61,15 @@ def load_into(model: Any, vllm_config: Any, device: Any, pairs: Iterable[Tuple[s
 
     Uses vLLM's layerwise reload where the release has one: quantised weights are made again from the new
     ones, and processed values are copied into the storage that was there. A layer of which something is
-    missing keeps old values without an error there, so names are counted here.
+    missing keeps old values without an error there, so names are counted here. Where it fails, the reload is
+    undone: the model holds a mix of whole layers, and the next call starts anew (RELOAD_BROKEN where vLLM fails
+    in that, too).
     """
-    import torch
-
-    if getattr(device, "type", None) == "cuda":
-        # This is a thread of weightsync's.
-        torch.cuda.set_device(device)
+    broken = _broken.get(model)
+    if broken is not None:
+        raise FailedPreconditionError(
+            "RELOAD_BROKEN", f"vLLM could not undo a reload that failed ({broken}): restart the engine."
+        )
     given: List[str] = []
 
     def counted() -> Iterable[Tuple[str, Any]]:
@@ -70,21 +77,48 @@ def load_into(model: Any, vllm_config: Any, device: Any, pairs: Iterable[Tuple[s
             given.append(name)
             yield name, tensor
 
-    try:
-        from vllm.model_executor.model_loader.reload import layerwise
-    except ImportError:
-        model.load_weights(counted())
-    else:
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(vllm_config), torch.no_grad():
-            layerwise.initialize_layerwise_reload(model)
+    with loading(device):
+        try:
+            from vllm.model_executor.model_loader.reload import layerwise
+        except ImportError:
             model.load_weights(counted())
-            layerwise.finalize_layerwise_reload(model, vllm_config.model_config)
+        else:
+            from vllm.config import set_current_vllm_config
+
+            with set_current_vllm_config(vllm_config):
+                try:
+                    layerwise.initialize_layerwise_reload(model)
+                    model.load_weights(counted())
+                    layerwise.finalize_layerwise_reload(model, vllm_config.model_config)
+                except BaseException:
+                    _undo(layerwise, model, vllm_config.model_config)
+                    raise
     if not given:
         raise FailedPreconditionError("NOTHING_LOADED", "The model's loader took no tensor.")
-    if getattr(device, "type", None) == "cuda":
-        torch.cuda.synchronize(device)
+
+
+def _undo(layerwise: Any, model: Any, model_config: Any) -> None:
+    """Ends a reload that failed: every layer has its tensors again, and vLLM knows nothing of it.
+
+    Otherwise the next one would go on with the counts of this one: layers would be processed before all of theirs
+    is there, with memory that nobody wrote, and without an error.
+    """
+    try:
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            # Half of a layer is not to be processed, nor what raised to be loaded again.
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    except Exception:  # noqa: BLE001  a release that keeps it otherwise: it processes what is there
+        pass
+    try:
+        layerwise.finalize_layerwise_reload(model, model_config)
+    except Exception as error:  # noqa: BLE001  what it failed with at first is what is told
+        _broken[model] = f"{type(error).__name__}: {error}"
+
+
+# Models whose layers may be half taken apart, and why.
+_broken: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
 class WorkerExtension:
@@ -101,8 +135,12 @@ class WorkerExtension:
         workers: int,
         address: Optional[str] = None,
         first: int = 0,
+        catalog_timeout: float = 60.0,
     ) -> int:
-        """Makes the weightsync worker of this process; returns its index. `first`: of this engine's ranks."""
+        """Makes the weightsync worker of this process; returns its index. `first`: of this engine's ranks.
+
+        CATALOG_UNKNOWN where the model's trainers have not registered in `catalog_timeout` seconds.
+        """
         self.weightsync_stop()
         index = first + int(self.rank)  # type: ignore[attr-defined]
 
@@ -124,6 +162,7 @@ class WorkerExtension:
             incarnation=incarnation,
             address=address,
             client="vllm",
+            catalog_timeout=catalog_timeout,
         )
         return index
 
@@ -150,6 +189,15 @@ class WorkerExtension:
             self._weightsync_worker = None
 
 
+# For ending a worker, which waits for what it writes.
+_STOP_SECONDS = 30.0
+
+
+def _left(deadline: float) -> float:
+    """Until then; never so little that what has succeeded already is not seen."""
+    return max(deadline - time.monotonic(), 1.0)
+
+
 class _Control:
     """What both controllers do; `call` methods differ."""
 
@@ -171,8 +219,9 @@ class _Control:
         self.replica: Optional[Replica] = None
         self._on_version = on_version
 
-    def _start_arguments(self) -> Dict[str, Any]:
+    def _start_arguments(self, timeout: float) -> Dict[str, Any]:
         return dict(
+            catalog_timeout=timeout,
             model=self.model,
             replica=self.name,
             incarnation=self.incarnation,
@@ -195,12 +244,33 @@ class _Control:
         )
 
 
-def _reset_refused() -> FailedPreconditionError:
+# What a call to the engine may take beyond the deadline that it is given.
+_MARGIN_SECONDS = 10.0
+
+
+def _check_reset(success: Any) -> None:
+    """What vLLM answers to a reset of its prefix cache: only True means that it was done."""
+    if success is True:
+        return
+    if success is None:
+        raise UnimplementedError(
+            "PREFIX_CACHE_RESET_UNKNOWN",
+            "This vLLM does not say whether it reset its prefix cache, which older weights made; the engine stays "
+            "paused. Use a release that does (0.32 does).",
+        )
+    raise _reset_refused("blocks of it are in use")
+
+
+def _reset_refused(why: str) -> FailedPreconditionError:
     return FailedPreconditionError(
         "PREFIX_CACHE_IN_USE",
-        "vLLM did not reset its prefix cache, which older weights made, for blocks of it are in use; the "
-        "engine stays paused. Abort the requests that hold them, or publish again.",
+        f"vLLM did not reset its prefix cache, which older weights made ({why}); the engine stays paused. Abort the "
+        "requests that hold its blocks.",
     )
+
+
+# How vLLM says that blocks are held although no request runs any more.
+_RESET_FAILED = "Failed to reset KV cache"
 
 
 class Controller(_Control):
@@ -233,18 +303,33 @@ class Controller(_Control):
     async def start(self, timeout: float = 60.0) -> None:
         """Makes the workers and the replica, and waits until the daemon knows them.
 
-        Workers ask the daemon for the model's parameters: its trainers must have registered by `timeout`.
+        Workers ask the daemon for the model's parameters: its trainers must have registered by `timeout`
+        (CATALOG_UNKNOWN). After a failure nothing of it is left, and it may be called again.
         """
-        await self.engine.collective_rpc("weightsync_start", timeout=timeout, kwargs=self._start_arguments())
-        self.replica = self._make_replica(asyncio.get_running_loop())
-        await self.engine.collective_rpc("weightsync_wait_registered", timeout=timeout, args=(timeout,))
-        await asyncio.to_thread(self.replica.wait_registered, timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            await self.engine.collective_rpc(
+                "weightsync_start", timeout=timeout + _MARGIN_SECONDS, kwargs=self._start_arguments(timeout)
+            )
+            self.replica = self._make_replica(asyncio.get_running_loop())
+            left = _left(deadline)
+            await self.engine.collective_rpc(
+                "weightsync_wait_registered", timeout=left + _MARGIN_SECONDS, args=(left,)
+            )
+            await asyncio.to_thread(self.replica.wait_registered, _left(deadline))
+        except BaseException:
+            try:
+                await self.stop()
+            except Exception:  # noqa: BLE001  why it could not start is what is told
+                pass
+            raise
 
     async def stop(self) -> None:
         """Ends the replica and the workers; the engine goes on."""
-        if self.replica is not None:
-            await asyncio.to_thread(self.replica.close)
-        await self.engine.collective_rpc("weightsync_stop")
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            await asyncio.to_thread(replica.close)
+        await self.engine.collective_rpc("weightsync_stop", timeout=_STOP_SECONDS)
 
     async def pause(self, request: PauseRequest) -> str:
         """The hook on_pause; PAUSE_TOO_LONG, with the engine running, at the deadline."""
@@ -262,8 +347,15 @@ class Controller(_Control):
 
     async def resume(self, info: ResumeInfo) -> None:
         """The hook on_resume: prefixes of older weights go first (PREFIX_CACHE_IN_USE)."""
-        if info.weights_changed and await self.engine.reset_prefix_cache() is False:
-            raise _reset_refused()
+        if info.weights_changed:
+            # An operator's pause may have frozen requests before any update came: they compute theirs again.
+            try:
+                success = await self.engine.reset_prefix_cache(reset_running_requests=True)
+            except Exception as error:
+                if _RESET_FAILED not in str(error):
+                    raise
+                raise _reset_refused(str(error)) from None
+            _check_reset(success)
         await self.engine.resume_generation()
 
 
@@ -273,8 +365,9 @@ class HttpController(_Control):
     They are not protected by the API key: let nobody but this reach them.
 
     Args:
-      url: of the server, for example "http://127.0.0.1:8000".
+      url: of the server, for example "http://127.0.0.1:8000". Reached directly, without any proxy.
       workers: tensor times pipeline parallel size. None: asked for.
+      timeout: of start(), and of each of the other calls.
     """
 
     def __init__(
@@ -307,22 +400,37 @@ class HttpController(_Control):
     ) -> Dict[str, Any]:
         return call_http(self.url, method, path, query, body, timeout or self.timeout)
 
-    def _rpc(self, method: str, **kwargs: Any) -> Any:
-        body = {"method": method, "kwargs": kwargs, "timeout": self.timeout}
-        return self._call("POST", "/collective_rpc", body=body)
+    def _rpc(self, method: str, timeout: float, kwargs: Dict[str, Any]) -> Any:
+        """A method of every worker, which itself has until `timeout`; the calls around it have longer."""
+        body = {"method": method, "kwargs": kwargs, "timeout": timeout + _MARGIN_SECONDS}
+        return self._call("POST", "/collective_rpc", body=body, timeout=timeout + 2 * _MARGIN_SECONDS)
 
     def start(self) -> None:
-        """Makes the workers and the replica, and waits until the daemon knows them."""
-        self._rpc("weightsync_start", **self._start_arguments())
-        self.replica = self._make_replica(None)
-        self._rpc("weightsync_wait_registered", timeout=self.timeout)
-        self.replica.wait_registered(self.timeout)
+        """Makes the workers and the replica, and waits until the daemon knows them, for up to `timeout` seconds.
+
+        CATALOG_UNKNOWN, in the server's answer, where the model's trainers have not registered by then. After a
+        failure nothing of it is left, and it may be called again.
+        """
+        deadline = time.monotonic() + self.timeout
+        try:
+            self._rpc("weightsync_start", self.timeout, self._start_arguments(self.timeout))
+            self.replica = self._make_replica(None)
+            left = _left(deadline)
+            self._rpc("weightsync_wait_registered", left, {"timeout": left})
+            self.replica.wait_registered(_left(deadline))
+        except BaseException:
+            try:
+                self.stop()
+            except Exception:  # noqa: BLE001  why it could not start is what is told
+                pass
+            raise
 
     def stop(self) -> None:
         """Ends the replica and the workers; the server goes on."""
-        if self.replica is not None:
-            self.replica.close()
-        self._rpc("weightsync_stop")
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            replica.close()
+        self._rpc("weightsync_stop", _STOP_SECONDS, {})
 
     def pause(self, request: PauseRequest) -> str:
         """The hook on_pause; PAUSE_TOO_LONG, with the engine running, at the deadline."""
@@ -340,8 +448,14 @@ class HttpController(_Control):
     def resume(self, info: ResumeInfo) -> None:
         """The hook on_resume: prefixes of older weights go first (PREFIX_CACHE_IN_USE)."""
         if info.weights_changed:
-            if self._call("POST", "/reset_prefix_cache").get("success") is False:
-                raise _reset_refused()
+            # As Controller.resume.
+            try:
+                answer = self._call("POST", "/reset_prefix_cache", {"reset_running_requests": "true"})
+            except FailedPreconditionError as error:
+                if _RESET_FAILED not in error.message:
+                    raise
+                raise _reset_refused(error.message) from None
+            _check_reset(answer.get("success"))
         self._call("POST", "/resume")
 
 

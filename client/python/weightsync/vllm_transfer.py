@@ -6,6 +6,7 @@ vLLM's factory imports this when an engine is made with that backend; see weight
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any, Dict, Optional
 
 from .errors import UnimplementedError
@@ -33,6 +34,7 @@ class InitInfo(_Init):
     incarnation: str
     workers: int
     address: Optional[str] = None
+    # By then the model's trainers must have registered (CATALOG_UNKNOWN), and the daemon know the worker.
     timeout: float = 60.0
 
 
@@ -82,6 +84,7 @@ class TransferEngine(_Engine):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Makes this process's worker, and waits until the daemon knows it."""
         self.shutdown()
+        deadline = time.monotonic() + init_info.timeout
         parallel = self._vllm_config.parallel_config
         self._worker = Worker(
             init_info.model,
@@ -93,8 +96,13 @@ class TransferEngine(_Engine):
             incarnation=init_info.incarnation,
             address=init_info.address,
             client="vllm transfer engine",
+            catalog_timeout=init_info.timeout,
         )
-        self._worker.wait_registered(init_info.timeout)
+        try:
+            self._worker.wait_registered(max(deadline - time.monotonic(), 1.0))
+        except BaseException:
+            self.shutdown()
+            raise
 
     def parse_init_info(self, given: Dict[str, Any]) -> InitInfo:
         """What init_info of the request says; TypeError names a field that is missing or unknown."""

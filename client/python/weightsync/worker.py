@@ -249,10 +249,12 @@ class Worker:
     `load(name, tensor)` is called for every parameter of an update, while the replica is paused, and may
     return a future (of concurrent.futures, torch.futures or multiprocessing, or an awaitable) that ends when the
     engine has taken it; the update counts as installed when all have. What a future ends with is as if the
-    callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until then; its memory is used again for the next
-    ones. What it raises leaves a mix: the update is applied again, and the replica stays paused until one is
-    whole. The model is not held once more: tensors come one by one, as many at a time as `load_buffer_bytes`
-    holds (at least one); those that the engine has not taken yet are waited for.
+    callback had raised it: `str(result)` of the update says so to who published it. The tensor may be used until
+    then; its memory is used again for the next ones. What has not ended `load_timeout` seconds after the update came
+    fails it (LOAD_TIMEOUT), but is not cancelled: no other update begins before it has ended, so that a late copy is
+    never written over a newer version. What it raises leaves a mix: the update is applied again, and the replica
+    stays paused until one is whole. The model is not held once more: tensors come one by one, as many at a time as
+    `load_buffer_bytes` holds (at least one); those that the engine has not taken yet are waited for.
 
     With hooks, or without any replica of that name elsewhere, a worker alone is its own replica; where an
     engine has several, make a Replica, and its workers with `index` (in other processes also `workers`,
@@ -263,9 +265,11 @@ class Worker:
         asked for at the daemon for up to `catalog_timeout` seconds.
       load: see above. `views`: "numpy" or "torch".
       load_weights: the same for loaders that take everything at once: called once per update with an iterable of
-        (name, tensor), each of which may be used until the next one is asked for; may return a future. Tensors
+        (name, tensor), each of which may be used until the next one is asked for; may return a future. It must
+        ask for all of them (LOAD_INCOMPLETE), and by `load_timeout`: later ones are refused (LOAD_ENDED). Tensors
         are read as they are asked for. An update by STREAM is gathered first: it takes memory for all of them.
       load_buffer_bytes: of tensors that were handed to `load` and not taken yet.
+      load_timeout: how many seconds the engine has for all of an update.
       index, workers, incarnation: of a replica of several workers.
       names: rules from the engine's names to the model's (weightsync.names).
       policy: "strict": the daemon refuses a worker that wants what the trainers do not have
@@ -273,9 +277,9 @@ class Worker:
         allowed, with a warning; needs the trainers to be there.
       bounce: fill tensors on GPUs through host memory of this process. Without it CUDA tensors are filled where
         they are, and other devices refused (CUDA_MEMORY).
-      spare, swap: a second set of tensors; updates are written into the set that does not serve, and
-        `swap(set, update_id)` says which one holds a whole update now (see client/cc/worker.h). For updates
-        with pause_mode "none".
+      spare, swap: a second set of the same tensors, tied alike (SWAP_INVALID); updates are written into the set
+        that does not serve, and `swap(set, update_id)` says which one holds a whole update now (see
+        client/cc/worker.h). For updates with pause_mode "none".
       may_write: raises where the memory is not there now (starting, asleep).
       on_applied: called after every attempt, with an Applied; must return soon.
       on_remove: of a worker alone as of Replica. Of one of several: called in it, while the replica is paused,
@@ -350,13 +354,17 @@ class Worker:
         if policy == "warn" or (self._load is not None and weights is None):
             catalog = self._catalog(catalog_timeout)
         parts = self._targets(weights, catalog, views, names, bounce, load_buffer_bytes)
+        spares = None if spare is None else self._spares(spare, parts, names)
         if policy == "warn":
             assert catalog is not None
             parts = self._agree(parts, catalog)
             partial = True
         if self._loads is not None:
             parts = self._loads.registered(parts)
-        spares = None if spare is None else name_rules.apply(names, tensors.all_parts(spare))
+        if spares is not None:
+            # What no trainer has (policy="warn") is in neither.
+            left = {part.name for part in parts}
+            spares = [part for part in spares if part.name in left]
         for part in [*([] if self._loads is not None else parts), *(spares or ())]:
             self._check(part)
 
@@ -491,6 +499,28 @@ class Worker:
         self._loads = Loads(parts, views, lambda part, view: load(part.name, view), self._load_weights, buffer_bytes)
         return self._loads.parts(names)
 
+    def _spares(
+        self, spare: tensors.Weights, parts: Sequence[tensors.Part], names: Sequence[name_rules.Rule]
+    ) -> List[tensors.Part]:
+        """The tensors of the spare set, in the order of those that serve; SWAP_INVALID where they are others."""
+        if self._loads is not None:
+            raise invalid("SWAP_INVALID", "A worker swaps its weights or loads them, not both.")
+        others = {part.describe(): part for part in name_rules.apply(names, tensors.all_parts(spare))}
+        taken = [others.pop(part.describe(), None) for part in parts]
+        found = [part for part in taken if part is not None]
+        # Of tied names one is there, the same in both sets.
+        kept, tied = tensors.drop_tied([*found, *others.values()])
+        alone = [part.name for part, other in zip(parts, taken) if other is None]
+        alone += [part.name for part in found if part.name in tied]
+        alone += [part.name for part in kept[len(found) :]]
+        if alone:
+            raise invalid(
+                "SWAP_INVALID",
+                f"A worker that swaps its weights has the same tensors in both sets, tied alike; {alone[0]} is in one "
+                "only, or of another shape or type there.",
+            )
+        return found
+
     def _agree(self, parts: List[tensors.Part], catalog: Dict[str, Any]) -> List[tensors.Part]:
         """policy="warn": without what the trainers do not have."""
         missing, extra = name_rules.leftovers([part.name for part in parts], list(catalog))
@@ -526,7 +556,7 @@ class Worker:
 
     def _take(self, given: Any, _answer: int) -> None:
         assert self._loads is not None
-        self._loads.take(given.contents, self._hooks.wait, self._load_timeout)
+        self._loads.take(given.contents, self._hooks, self._load_timeout)
 
     def _removed(self, _answer: int) -> None:
         assert self._on_remove is not None
