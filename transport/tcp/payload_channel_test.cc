@@ -68,9 +68,13 @@ class FakeChannel final : public PayloadChannel {
     wire_->Note("offer");
     return std::string("meet me");
   }
-  absl::Status Accept(absl::string_view offer) override {
+  absl::StatusOr<Acceptance> Accept(absl::string_view offer) override {
     wire_->Note(absl::StrCat("accept ", offer));
-    return absl::OkStatus();
+    return Acceptance();
+  }
+  absl::StatusOr<bool> Answered(absl::string_view answer) override {
+    wire_->Note(absl::StrCat("answered ", answer));
+    return answer == "yes";
   }
   absl::Status Connect(absl::Duration, const Stopped&) override {
     wire_->Note("connect");
@@ -89,6 +93,7 @@ class FakeChannel final : public PayloadChannel {
     wire_->Note("receive");
     return absl::UnimplementedError("not of this test");
   }
+  void Finish() override { wire_->Note("finish"); }
 
  private:
   Wire* const wire_;
@@ -158,8 +163,9 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
   Wire wire;
   EndpointOptions options;
   options.cluster_id = "cluster";
-  options.payload =
-      [&wire]() -> absl::StatusOr<std::unique_ptr<PayloadChannel>> {
+  options.payload = [&wire](const std::string& peer)
+      -> absl::StatusOr<std::unique_ptr<PayloadChannel>> {
+    EXPECT_EQ(peer, "cluster/b");
     return std::unique_ptr<PayloadChannel>(new FakeChannel(&wire));
   };
   absl::StatusOr<std::unique_ptr<Endpoint>> endpoint =
@@ -195,8 +201,13 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
   std::string payload;
   ASSERT_EQ(receiver.Hear(&payload), MessageType::kPayloadOffer);
   EXPECT_EQ(payload, "meet me");
-  receiver.Say(EncodeMessage(MessageType::kPayloadAnswer,
-                             EncodeStatus(absl::OkStatus())));
+  // Not this one; and the next.
+  for (const char* answer : {"no", "yes"}) {
+    receiver.Say(EncodeMessage(MessageType::kPayloadAnswer,
+                               EncodePayloadAnswer(absl::OkStatus(), answer)));
+    if (std::string(answer) == "yes") break;
+    ASSERT_EQ(receiver.Hear(&payload), MessageType::kPayloadOffer);
+  }
   HaveEntry have;
   have.bucket = 9;
   have.size = kBytes;
@@ -228,7 +239,9 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
   }
   EXPECT_TRUE(wire.bytes() == sent);
   EXPECT_EQ(sent.size(), bytes.size());
-  EXPECT_EQ(wire.log(), (std::vector<std::string>{"offer", "connect"}));
+  EXPECT_EQ(wire.log(),
+            (std::vector<std::string>{"offer", "answered no", "offer",
+                                      "answered yes", "connect"}));
   (*group)->Abort(absl::CancelledError("done"));
 }
 

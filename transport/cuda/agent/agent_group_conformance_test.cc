@@ -99,8 +99,8 @@ TEST(AgentChannelTest, AStalledCopyIsToldWhenItsProcessHasEnded) {
   const std::unique_ptr<DeviceAgent> a = NewAgent(0, "sender");
   const std::unique_ptr<DeviceAgent> b = NewAgent(1, "receiver");
   AgentChannels from(a.get(), kStaging), to(b.get(), kStaging);
-  const auto sender = *from.Factory()();
-  const auto receiver = *to.Factory()();
+  const auto sender = *from.Factory()("cluster/b");
+  const auto receiver = *to.Factory()("cluster/a");
   ASSERT_TRUE(receiver->Accept(*sender->Offer()).ok());
   absl::Status connected;
   std::thread connecting(

@@ -545,9 +545,11 @@ absl::StatusOr<uint64_t> DeviceAgent::AdvanceSlot(uint64_t epoch, uint64_t slot,
 }
 
 absl::StatusOr<uint64_t> DeviceAgent::NewChannel(uint64_t epoch,
+                                                 const std::string& peer,
                                                  absl::Duration deadline) {
   const absl::StatusOr<std::string> answer =
-      Ask(epoch, AgentMessage::kChannelNew, "", -1, deadline);
+      Ask(epoch, AgentMessage::kChannelNew,
+          AgentWriter().PutString(peer).bytes(), -1, deadline);
   if (!answer.ok()) return answer.status();
   return AgentReader(*answer).Get<uint64_t>();
 }
@@ -562,12 +564,29 @@ absl::StatusOr<std::string> DeviceAgent::ChannelOffer(uint64_t epoch,
   return AgentReader(*answer).GetString();
 }
 
-absl::Status DeviceAgent::ChannelAccept(uint64_t epoch, uint64_t channel,
-                                        const std::string& offer,
-                                        absl::Duration deadline) {
-  return Ask(epoch, AgentMessage::kChannelAccept,
-             AgentWriter().Put(channel).PutString(offer).bytes(), -1, deadline)
-      .status();
+absl::StatusOr<tcp::PayloadChannel::Acceptance> DeviceAgent::ChannelAccept(
+    uint64_t epoch, uint64_t channel, const std::string& offer,
+    absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kChannelAccept,
+          AgentWriter().Put(channel).PutString(offer).bytes(), -1, deadline);
+  if (!answer.ok()) return answer.status();
+  AgentReader in(*answer);
+  tcp::PayloadChannel::Acceptance acceptance;
+  acceptance.agreed = in.Get<bool>();
+  acceptance.answer = in.GetString();
+  return acceptance;
+}
+
+absl::StatusOr<bool> DeviceAgent::ChannelAnswered(uint64_t epoch,
+                                                  uint64_t channel,
+                                                  const std::string& answer,
+                                                  absl::Duration deadline) {
+  const absl::StatusOr<std::string> heard =
+      Ask(epoch, AgentMessage::kChannelAnswered,
+          AgentWriter().Put(channel).PutString(answer).bytes(), -1, deadline);
+  if (!heard.ok()) return heard.status();
+  return AgentReader(*heard).Get<bool>();
 }
 
 absl::Status DeviceAgent::ChannelConnect(uint64_t epoch, uint64_t channel,
@@ -590,16 +609,22 @@ absl::Status DeviceAgent::ChannelMove(uint64_t epoch, uint64_t channel,
   AgentWriter out;
   out.Put(channel).Put(absl::ToInt64Nanoseconds(timeout)).Put(send);
   out.Put(static_cast<uint64_t>(parts.size()));
-  for (const AgentPart& part : parts) out.Put(part);
+  int64_t bytes = 0;
+  for (const AgentPart& part : parts) {
+    out.Put(part);
+    bytes += part.bytes;
+  }
+  // It is the agent that looks for progress, piece by piece.
+  const int64_t pieces = 1 + 2 * bytes / options_.config.nccl_staging_bytes;
   return Ask(epoch, AgentMessage::kChannelMove, out.bytes(), -1,
-             timeout + kChannelMargin, nullptr, stopped, channel)
+             pieces * timeout + kChannelMargin, nullptr, stopped, channel)
       .status();
 }
 
 absl::Status DeviceAgent::EndChannel(uint64_t epoch, uint64_t channel,
-                                     absl::Duration deadline) {
+                                     bool well, absl::Duration deadline) {
   return Ask(epoch, AgentMessage::kChannelEnd,
-             AgentWriter().Put(channel).bytes(), -1, deadline)
+             AgentWriter().Put(channel).Put(well).bytes(), -1, deadline)
       .status();
 }
 

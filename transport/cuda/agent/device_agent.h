@@ -23,6 +23,7 @@
 #include "transport/cuda/agent/agent_job.h"
 #include "transport/cuda/agent/agent_wire.h"
 #include "transport/memory.h"
+#include "transport/tcp/payload_channel.h"
 
 namespace weightsync {
 namespace transport {
@@ -140,11 +141,17 @@ class DeviceAgent {
 
   // ---- Ends of edges over NCCL (agent_channel.h) ----
 
-  absl::StatusOr<uint64_t> NewChannel(uint64_t epoch, absl::Duration deadline);
+  // As tcp::PayloadChannel has them.
+  absl::StatusOr<uint64_t> NewChannel(uint64_t epoch, const std::string& peer,
+                                      absl::Duration deadline);
   absl::StatusOr<std::string> ChannelOffer(uint64_t epoch, uint64_t channel,
                                            absl::Duration deadline);
-  absl::Status ChannelAccept(uint64_t epoch, uint64_t channel,
-                             const std::string& offer, absl::Duration deadline);
+  absl::StatusOr<tcp::PayloadChannel::Acceptance> ChannelAccept(
+      uint64_t epoch, uint64_t channel, const std::string& offer,
+      absl::Duration deadline);
+  absl::StatusOr<bool> ChannelAnswered(uint64_t epoch, uint64_t channel,
+                                       const std::string& answer,
+                                       absl::Duration deadline);
   // `stopped` ends them early, in bounded time.
   absl::Status ChannelConnect(uint64_t epoch, uint64_t channel,
                               absl::Duration timeout,
@@ -153,7 +160,8 @@ class DeviceAgent {
                            absl::Span<const AgentPart> parts,
                            absl::Duration timeout,
                            const std::function<bool()>& stopped);
-  absl::Status EndChannel(uint64_t epoch, uint64_t channel,
+  // `well`: it was finished.
+  absl::Status EndChannel(uint64_t epoch, uint64_t channel, bool well,
                           absl::Duration deadline);
 
  private:
