@@ -80,6 +80,11 @@ DeviceAgent::~DeviceAgent() {
   EndProcess(Lost("the daemon ends"));
 }
 
+void DeviceAgent::EndBy(absl::Time when) {
+  absl::MutexLock lock(&mutex_);
+  end_by_ = when;
+}
+
 uint64_t DeviceAgent::epoch() const {
   absl::MutexLock lock(&mutex_);
   return epoch_;
@@ -244,8 +249,9 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
       if (mutex_.AwaitWithTimeout(absl::Condition(&done), kStopEvery)) break;
       mutex_.Unlock();
       if (stopped()) {
-        // It answers all the same, soon.
+        // It answers all the same, soon; or NCCL does not return.
         told_to_stop = true;
+        until = std::min(until, absl::Now() + kChannelMargin);
         absl::MutexLock send_lock(&send_mutex_);
         (void)SendPacket(socket, AgentMessage::kChannelStop, 0,
                          AgentWriter().Put(channel).bytes(), -1,
@@ -355,8 +361,14 @@ void DeviceAgent::Supervise() {
       };
       mutex_.AwaitWithTimeout(
           absl::Condition(&look),
-          std::min(options_.hang_deadline / 4, absl::Seconds(1)));
+          std::min({options_.hang_deadline / 4, absl::Seconds(1),
+                    std::max(end_by_ - absl::Now(), kStopEvery)}));
       if (stopping_) return;
+      if (absl::Now() >= end_by_ && !gone_ && !calls_.empty()) {
+        if (why_.ok()) why_ = Lost("the daemon ends");
+        kill(pid_, SIGKILL);
+        continue;
+      }
       gone = gone_;
       why = why_;
     }
@@ -368,6 +380,10 @@ void DeviceAgent::Supervise() {
     EndProcess(why);
     LOG(WARNING) << device_uuid_ << ": " << why.message();
     if (options_.on_change != nullptr) options_.on_change(0, why);
+    {
+      absl::MutexLock lock(&mutex_);
+      if (end_by_ != absl::InfiniteFuture()) return;
+    }
     while (true) {
       uint64_t next;
       {

@@ -68,6 +68,10 @@ class DeviceAgent {
   // Ends the process; kills it when it does not end by itself.
   ~DeviceAgent();
 
+  // The caller is about to end: what the process still has at work then is not
+  // waited for. It is killed, and none is started any more.
+  void EndBy(absl::Time when);
+
   // Of the process that runs; 0 while none does.
   uint64_t epoch() const;
   pid_t pid() const;
@@ -199,6 +203,7 @@ class DeviceAgent {
   mutable absl::Mutex mutex_;
   absl::Mutex send_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time end_by_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   uint64_t starts_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t epoch_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none is ready
   uint64_t process_epoch_ ABSL_GUARDED_BY(mutex_) = 0;
