@@ -1,4 +1,5 @@
 // Communicators that serve one edge after another, and when they do not.
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -32,6 +33,23 @@ int Made() {
     lines += line.substr(0, 22) == "ncclCommInitRankConfig";
   EXPECT_EQ(lines % 2, 0);
   return lines / 2;
+}
+
+pid_t StartChild(const std::string& part) {
+  const pid_t child = fork();
+  if (child == 0) {
+    execl("/proc/self/exe", "child", part.c_str(), nullptr);
+    _exit(1);
+  }
+  return child;
+}
+
+// Its exit code.
+int RunChild(const std::string& part) {
+  const pid_t child = StartChild(part);
+  int status = -1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -status;
 }
 
 class NcclKeptTest : public NcclEdgeTest {
@@ -247,6 +265,40 @@ TEST_F(NcclKeptTest, OneThatIsJustComingBackIsWaitedFor) {
   EXPECT_EQ(Made(), 1);
 }
 
+// In a process of its own, whose GPU is lost.
+int LostDevice() {
+  const std::unique_ptr<NcclDevice> a_device = NewDevice(0);
+  std::unique_ptr<NcclDevice> b_device = NewDevice(1);
+  auto a = *NewNcclChannel(a_device.get(), "c/b");
+  auto b = *NewNcclChannel(b_device.get(), "c/a");
+  if (!b->Accept(*a->Offer()).ok()) _exit(2);
+  std::thread connecting([&] {
+    if (!b->Connect(kTimeout, Runs).ok()) _exit(3);
+  });
+  if (!a->Connect(kTimeout, Runs).ok()) _exit(4);
+  connecting.join();
+  a->Finish();
+  a.reset();
+  if (a_device->idle_communicators() != 1) _exit(5);
+  a = *NewNcclChannel(a_device.get(), "c/b");
+  gpu_sim::Plant("call=cudaStreamQuery sticky=700");
+  const auto offer = a->Offer();
+  // Not this one, whatever becomes of the edge.
+  if (a_device->idle_communicators() != 0) _exit(6);
+  if (offer.ok()) {
+    const auto accepted = b->Accept(*offer);
+    if (!accepted.ok() || !accepted->agreed) _exit(7);
+    const absl::Status status = a->Connect(absl::Milliseconds(500), Runs);
+    if (status.ok()) _exit(8);
+  }
+  _exit(0);
+}
+
+TEST(NcclDevice, OneThatIsLostHandsOutNothing) {
+  EXPECT_EQ(RunChild("--lost_device"), 0);
+  gpu_sim::Plant("");
+}
+
 // A peer that dies while nothing is between the two: in a process of its own,
 // which waits for its end as rank 1.
 int IdlePeer(int from, int to) {
@@ -273,13 +325,8 @@ TEST_F(NcclKeptTest, APeerThatVanishesWhileIdleHoldsUpNoEnd) {
   int there[2], back[2];
   ASSERT_EQ(pipe(there), 0);
   ASSERT_EQ(pipe(back), 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    execl("/proc/self/exe", "child",
-          absl::StrCat("--idle_peer=", there[0], ",", back[1]).c_str(),
-          nullptr);
-    _exit(1);
-  }
+  const pid_t child =
+      StartChild(absl::StrCat("--idle_peer=", there[0], ",", back[1]));
   a_ = *NewNcclChannel(a_device_.get(), "c/b");
   const std::string offer = *a_->Offer();
   ASSERT_EQ(write(there[1], offer.data(), offer.size()),
@@ -309,6 +356,8 @@ TEST_F(NcclKeptTest, APeerThatVanishesWhileIdleHoldsUpNoEnd) {
 
 int main(int argc, char** argv) {
   FLAGS_logtostderr = true;
+  if (argc == 2 && std::string(argv[1]) == "--lost_device")
+    return weightsync::transport::nccl::LostDevice();
   int from = 0, to = 0;
   if (argc == 2 && sscanf(argv[1], "--idle_peer=%d,%d", &from, &to) == 2)
     return weightsync::transport::nccl::IdlePeer(from, to);
