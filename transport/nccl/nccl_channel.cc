@@ -120,7 +120,8 @@ class NcclChannel final : public tcp::PayloadChannel {
       // One that was offered and not used.
       Refused();
     }
-    device_->GiveBack(lane_);
+    // One that does not come to rest is of no use to anybody.
+    if (AtRest()) device_->GiveBack(lane_);
   }
 
   absl::StatusOr<std::string> Offer() override {
@@ -324,6 +325,23 @@ class NcclChannel final : public tcp::PayloadChannel {
         device_->TakeKept(peer_, rank, lane_.stream, id);
     if (kept.has_value()) communicator_ = *std::move(kept);
   }
+  // Whether nothing is under way in the lane any more: an operation that was
+  // aborted may take a moment.
+  bool AtRest() {
+    if (!Use().ok()) return false;
+    const absl::Time start = absl::Now();
+    for (const cudaStream_t stream : {lane_.stream, lane_.copies}) {
+      cudaError_t state;
+      while ((state = cudaStreamQuery(stream)) == cudaErrorNotReady) {
+        const absl::Duration waited = absl::Now() - start;
+        if (waited > device_->options_.abort_deadline) return false;
+        Pause(waited);
+      }
+      if (state != cudaSuccess) return false;
+    }
+    return true;
+  }
+
   // What was to be used again is not.
   void Refused() {
     if (has_communicator())
