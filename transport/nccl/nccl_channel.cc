@@ -256,6 +256,7 @@ class NcclChannel final : public tcp::PayloadChannel {
       status = WaitFor(timeout, stopped, "ncclCommInitRankConfig",
                        [] { return cudaSuccess; });
     }
+    if (status.ok()) status = MoveFirst(start + timeout, stopped);
     if (has_communicator()) {
       // NCCL does not say what it takes: this is a guess, and no wild one. Of
       // the whole GPU: what others take and free meanwhile counts as well.
@@ -325,6 +326,29 @@ class NcclChannel final : public tcp::PayloadChannel {
         device_->TakeKept(peer_, rank, lane_.stream, id);
     if (kept.has_value()) communicator_ = *std::move(kept);
   }
+  // With the first operation between two ranks NCCL allocates and opens memory
+  // and connects them, which may wait for all that runs on the GPU: so it is
+  // here, and not in the middle of an update, where kernels of other edges wait
+  // for their peers.
+  absl::Status MoveFirst(absl::Time until, const Stopped& stopped) {
+    const bool sends = communicator_.rank == 0;
+    absl::Status status;
+    if (sends) {
+      status = CheckCuda(cudaMemsetAsync(half(0), 0, 1, lane_.stream),
+                         "cudaMemsetAsync");
+    }
+    if (!status.ok()) return status;
+    const char* const what = sends ? "ncclSend" : "ncclRecv";
+    const ncclResult_t result =
+        sends ? api().Send(half(0), 1, ncclUint8, 1, communicator_.comm,
+                           lane_.stream)
+              : api().Recv(half(0), 1, ncclUint8, 0, communicator_.comm,
+                           lane_.stream);
+    status = Issued(result, 0, what, until - absl::Now(), stopped);
+    return status.ok() ? AwaitMoved(0, 1, what, until - absl::Now(), stopped)
+                       : status;
+  }
+
   // Whether nothing is under way in the lane any more: an operation that was
   // aborted may take a moment.
   bool AtRest() {

@@ -21,12 +21,14 @@
 // edge,
 //   while it waits for a peer. An operation is issued when its receiver has
 //   said that it is about to receive, so that no kernel waits for one that
-//   nobody has asked for. What is left is the hardware. Kernels of an agent fit
-//   together: maxCTAs (4) of a hundred SMs and more for each edge. Streams do
-//   not share a queue: an agent asks CUDA for 32 (CUDA_DEVICE_MAX_CONNECTIONS),
-//   and a queue that were shared beyond that is what the deadline is for: it is
-//   one of progress, the edge is lost and aborted, and the update is made again
-//   without it or fails by name. Never does anything wait for ever.
+//   nobody has asked for. What NCCL allocates, and may wait for a whole GPU
+//   with, it allocates when an edge connects. What is left is the hardware.
+//   Kernels of an agent fit together: maxCTAs (4) of a hundred SMs and more for
+//   each edge. Streams do not share a queue: an agent asks CUDA for 32
+//   (CUDA_DEVICE_MAX_CONNECTIONS), and a queue that were shared beyond that is
+//   what the deadline is for: it is one of progress, the edge is lost and
+//   aborted, and the update is made again without it or fails by name. Never
+//   does anything wait for ever.
 #ifndef WEIGHTSYNC_TRANSPORT_NCCL_NCCL_CHANNEL_H_
 #define WEIGHTSYNC_TRANSPORT_NCCL_NCCL_CHANNEL_H_
 

@@ -301,6 +301,20 @@ TEST_F(NcclEdgeTest, AnErrorOfTheStartIsNamed) {
   EXPECT_TRUE(absl::StrContains(status.message(), "ncclCommInitRankConfig"));
 }
 
+// Nothing is left to be made when bytes move.
+TEST_F(NcclEdgeTest, WhatIsConnectedHasMovedSomething) {
+  ASSERT_TRUE(b_->Accept(*a_->Offer()).ok());
+  gpu_sim::Plant("call=ncclRecv error=2");
+  absl::Status b;
+  std::thread other([&] { b = b_->Connect(kTimeout, Runs); });
+  const absl::Time start = absl::Now();
+  EXPECT_TRUE(absl::IsUnavailable(a_->Connect(absl::Seconds(1), Runs)));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+  other.join();
+  EXPECT_EQ(ReasonOf(b), "NCCL_ERROR");
+  EXPECT_TRUE(absl::StrContains(b.message(), "ncclRecv")) << b;
+}
+
 // Which calls ended communicators.
 class NcclEndTest : public NcclEdgeTest {
  protected:
