@@ -17,8 +17,7 @@
 //   It is safe whatever CUDA does, and costs a round trip for each piece; and a
 //   node in the middle of a chain no longer receives while it sends, where CUDA
 //   keeps to the order.
-// - As it is: nothing here holds a lock, or a place in a stream of another
-// edge,
+// - As it is: nothing here holds a lock, or a place in another edge's stream,
 //   while it waits for a peer. An operation is issued when its receiver has
 //   said that it is about to receive, so that no kernel waits for one that
 //   nobody has asked for. What NCCL allocates, and may wait for a whole GPU

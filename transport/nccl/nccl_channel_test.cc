@@ -448,7 +448,7 @@ TEST(NcclDevice, CommunicatorsTakeWhatTheyWereGiven) {
   gpu_sim::Plant("");
   EXPECT_EQ(gpu_sim::TakeNotes(),
             "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=7 "
-            "CTAPolicy=0\n");
+            "CTAPolicy=0 connections=8\n");
 }
 
 // What is logged.

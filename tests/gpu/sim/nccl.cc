@@ -229,7 +229,8 @@ GPU_SIM_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int ranks,
     given = "blocking=" + std::to_string(config->blocking) +
             " minCTAs=" + std::to_string(config->minCTAs) +
             " maxCTAs=" + std::to_string(config->maxCTAs) +
-            " CTAPolicy=" + std::to_string(config->CTAPolicy);
+            " CTAPolicy=" + std::to_string(config->CTAPolicy) +
+            " connections=" + Env("CUDA_DEVICE_MAX_CONNECTIONS", "8");
   }
   if (const ncclResult_t planned =
           Planned("ncclCommInitRankConfig", nullptr, given))

@@ -553,7 +553,7 @@ TEST_F(DeviceAgentTest, ChannelsAreMadeAsConfigured) {
                    .ok());
   EXPECT_EQ(gpu_sim::TakeNotes(),
             "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=9 "
-            "CTAPolicy=2\n");
+            "CTAPolicy=2 connections=32\n");
 }
 
 TEST_F(DeviceAgentTest, AnAgentThatIsStoppedIsNoticedWithoutACall) {
