@@ -590,6 +590,8 @@ void DaemonImpl::Shutdown() {
   shut_down_ = true;
   const absl::Time deadline = absl::Now() + options_.deadlines.shutdown;
   if (ready_written_) unlink(options_.ready_file.c_str());
+  // What hangs in an agent would hold up whoever waits for it.
+  if (device_agents_ != nullptr) device_agents_->EndBy(deadline);
   // It waits for the pages that are being made.
   if (agent_ != nullptr) agent_->EndAsking(deadline);
   pages_ = nullptr;

@@ -2,6 +2,10 @@
 // processes that are different hosts to NCCL (NCCL_HOSTID) meet over sockets on
 // the same one. For correctness alone: a daemon never does that.
 //
+// Then the same two as ends of edges (transport/nccl): three updates over one
+// communicator that is kept between them, and an edge in each direction at
+// once.
+//
 //   gpu_nccl_check           exit code 0 when all of it went well
 #include <cuda_runtime_api.h>
 #include <signal.h>
@@ -9,13 +13,18 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "glog/logging.h"
+#include "transport/cuda/device.h"
+#include "transport/nccl/nccl_channel.h"
 #include "transport/nccl/nccl_library.h"
 
 namespace weightsync {
@@ -142,13 +151,133 @@ class Rank {
   double joined_ = 0;
 };
 
+// The ends that one of the two processes has of edges between them.
+class Edges {
+ public:
+  Edges(int rank, int from, int to) : rank_(rank), from_(from), to_(to) {
+    const auto devices = cuda::ListDevices();
+    if (!devices.ok() || devices->empty()) Fail(rank, "no device");
+    NcclOptions options;
+    options.device_uuid = (*devices)[0].uuid;
+    options.max_ctas = 1;
+    options.staging_bytes = kBytes;
+    auto device = NcclDevice::Create(options);
+    if (!device.ok()) Fail(rank, std::string(device.status().message()));
+    device_ = *std::move(device);
+  }
+
+  void Check() {
+    for (unsigned update = 1; update <= 3; ++update) {
+      const double began = Now();
+      std::unique_ptr<tcp::PayloadChannel> end = Agree(/*sender=*/0);
+      Connect(end.get());
+      const double connected = Now() - began;
+      Move(end.get(), /*sender=*/0, update);
+      if (device_->communicators() != 1)
+        Fail(rank_, "a communicator was made that was there");
+      printf("rank %d: update %u connected in %.3f s\n", rank_, update,
+             connected);
+      end->Finish();
+      end = nullptr;
+      if (device_->idle_communicators() != 1)
+        Fail(rank_, "a communicator was not kept");
+    }
+    // Each waits for its peer on a thread and streams of its own.
+    std::unique_ptr<tcp::PayloadChannel> there = Agree(0), back = Agree(1);
+    const double began = Now();
+    std::thread other([&] {
+      Connect(there.get());
+      Move(there.get(), 0, 4);
+    });
+    Connect(back.get());
+    Move(back.get(), 1, 5);
+    other.join();
+    printf("rank %d: both directions at once in %.3f s\n", rank_,
+           Now() - began);
+    fflush(stdout);
+    there->Finish();
+    back->Finish();
+  }
+
+ private:
+  // Several staging buffers, and a rest.
+  static constexpr size_t kMoved = 5 * kBytes + 12345;
+  static bool Runs() { return false; }
+
+  void Say(const std::string& bytes) {
+    const uint32_t size = static_cast<uint32_t>(bytes.size());
+    if (write(to_, &size, sizeof(size)) != sizeof(size) ||
+        write(to_, bytes.data(), size) != static_cast<ssize_t>(size))
+      Fail(rank_, "the pipe");
+  }
+  std::string Hear() {
+    uint32_t size = 0;
+    std::string bytes(4096, '\0');
+    if (read(from_, &size, sizeof(size)) != sizeof(size) ||
+        size > bytes.size() ||
+        read(from_, &bytes[0], size) != static_cast<ssize_t>(size))
+      Fail(rank_, "the pipe");
+    bytes.resize(size);
+    return bytes;
+  }
+
+  // What daemons say over their connection.
+  std::unique_ptr<tcp::PayloadChannel> Agree(int sender) {
+    auto made = NewNcclChannel(device_.get(), rank_ == 0 ? "c/one" : "c/zero");
+    if (!made.ok()) Fail(rank_, std::string(made.status().message()));
+    while (true) {
+      if (rank_ == sender) {
+        auto offer = (*made)->Offer();
+        if (!offer.ok()) Fail(rank_, std::string(offer.status().message()));
+        // Two ends on one GPU are refused: it pretends to be on another.
+        const size_t uuid = offer->find("GPU-");
+        if (uuid != std::string::npos) (*offer)[uuid] = 'x';
+        Say(*offer);
+        const auto agreed = (*made)->Answered(Hear());
+        if (!agreed.ok()) Fail(rank_, std::string(agreed.status().message()));
+        if (*agreed) return *std::move(made);
+      } else {
+        const auto accepted = (*made)->Accept(Hear());
+        if (!accepted.ok())
+          Fail(rank_, std::string(accepted.status().message()));
+        Say(accepted->answer);
+        if (accepted->agreed) return *std::move(made);
+      }
+    }
+  }
+
+  void Connect(tcp::PayloadChannel* end) {
+    const absl::Status status = end->Connect(absl::Seconds(kDeadline), Runs);
+    if (!status.ok()) Fail(rank_, std::string(status.message()));
+  }
+
+  void Move(tcp::PayloadChannel* end, int sender, unsigned update) {
+    std::string bytes(kMoved, '\0');
+    for (size_t i = 0; i < kMoved; ++i)
+      bytes[i] = static_cast<char>((i + update) * 2654435761u >> 11);
+    std::string got(kMoved, '\0');
+    const absl::Status status =
+        rank_ == sender ? end->Send({absl::MakeConstSpan(bytes.data(), 1000),
+                                     absl::MakeConstSpan(bytes).subspan(1000)},
+                                    absl::Seconds(kDeadline), Runs)
+                        : end->Receive({absl::MakeSpan(got)},
+                                       absl::Seconds(kDeadline), Runs);
+    if (!status.ok()) Fail(rank_, std::string(status.message()));
+    if (rank_ != sender && got != bytes)
+      Fail(rank_, "other bytes arrived over an edge than were sent");
+  }
+
+  const int rank_, from_, to_;
+  std::unique_ptr<NcclDevice> device_;
+};
+
 int Run() {
   setenv("NCCL_P2P_DISABLE", "1", 1);
   setenv("NCCL_SHM_DISABLE", "1", 1);
   setenv("NCCL_IB_DISABLE", "1", 1);
   setenv("NCCL_SOCKET_IFNAME", "lo", 1);
-  int pipes[2];
-  if (pipe(pipes) != 0) return 1;
+  int pipes[2], back[2];
+  if (pipe(pipes) != 0 || pipe(back) != 0) return 1;
   // Before either has a context: one does not survive a fork.
   pid_t ranks[2];
   for (int rank = 0; rank < 2; ++rank) {
@@ -159,10 +288,11 @@ int Run() {
     self.Join(pipes[0], pipes[1]);
     self.Move();
     self.Abort();
+    Edges(rank, rank == 0 ? back[0] : pipes[0], rank == 0 ? pipes[1] : back[1])
+        .Check();
     exit(0);
   }
-  close(pipes[0]);
-  close(pipes[1]);
+  for (const int end : {pipes[0], pipes[1], back[0], back[1]}) close(end);
   int left = 2;
   bool failed = false;
   for (const double end = Now() + 2 * kDeadline; left > 0 && Now() < end;) {
@@ -187,4 +317,7 @@ int Run() {
 }  // namespace transport
 }  // namespace weightsync
 
-int main() { return weightsync::transport::nccl::Run(); }
+int main() {
+  FLAGS_logtostderr = true;
+  return weightsync::transport::nccl::Run();
+}

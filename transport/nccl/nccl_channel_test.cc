@@ -22,64 +22,16 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "gtest/gtest.h"
-#include "transport/cuda/device.h"
 #include "transport/cuda/sim_control.h"
 #include "transport/error.h"
+#include "transport/nccl/nccl_edge.h"
 
 namespace weightsync {
 namespace transport {
 namespace nccl {
 namespace {
 
-using tcp::PayloadChannel;
-
-constexpr absl::Duration kTimeout = absl::Seconds(20);
-bool Runs() { return false; }
-
-std::unique_ptr<NcclDevice> NewDevice(int ordinal,
-                                      NcclOptions options = NcclOptions()) {
-  options.device_uuid = (*cuda::ListDevices())[ordinal].uuid;
-  options.staging_bytes = 10 << 10;
-  auto device = NcclDevice::Create(options);
-  EXPECT_TRUE(device.ok()) << device.status();
-  return *std::move(device);
-}
-
-class NcclChannelTest : public ::testing::Test {
- protected:
-  NcclChannelTest()
-      : a_device_(NewDevice(0)),
-        b_device_(NewDevice(1)),
-        a_(*a_device_->NewChannel()),
-        b_(*b_device_->NewChannel()) {}
-  ~NcclChannelTest() override { gpu_sim::Plant(""); }
-
-  void Connect() {
-    ASSERT_TRUE(b_->Accept(*a_->Offer()).ok());
-    absl::Status a, b;
-    std::thread other([&] { b = b_->Connect(kTimeout, Runs); });
-    a = a_->Connect(kTimeout, Runs);
-    other.join();
-    ASSERT_TRUE(a.ok()) << a;
-    ASSERT_TRUE(b.ok()) << b;
-  }
-  // What both ends say.
-  std::pair<absl::Status, absl::Status> Move(
-      const std::vector<absl::Span<const char>>& from,
-      const std::vector<absl::Span<char>>& to,
-      absl::Duration timeout = kTimeout) {
-    std::pair<absl::Status, absl::Status> result;
-    std::thread other([&] { result.second = b_->Receive(to, timeout, Runs); });
-    result.first = a_->Send(from, timeout, Runs);
-    other.join();
-    return result;
-  }
-
-  std::unique_ptr<NcclDevice> a_device_, b_device_;
-  std::unique_ptr<PayloadChannel> a_, b_;
-};
-
-TEST_F(NcclChannelTest, MovesPartsThatAreCutElsewhereAtEachEnd) {
+TEST_F(NcclEdgeTest, MovesPartsThatAreCutElsewhereAtEachEnd) {
   Connect();
   std::string bytes(54321, '\0');
   for (size_t i = 0; i < bytes.size(); ++i)
@@ -98,26 +50,207 @@ TEST_F(NcclChannelTest, MovesPartsThatAreCutElsewhereAtEachEnd) {
   EXPECT_EQ(a_device_->communicators(), 0);
 }
 
-TEST_F(NcclChannelTest, VersionsMustBeTheSame) {
+// Bytes of parts that are not beside each other, uneven and many.
+class Scattered {
+ public:
+  explicit Scattered(const std::vector<size_t>& sizes) {
+    for (const size_t size : sizes) parts_.emplace_back(size, 'x');
+  }
+  void Fill() {
+    uint32_t state = 4711;
+    for (std::string& part : parts_) {
+      for (char& byte : part) {
+        state = state * 1664525 + 1013904223;
+        byte = static_cast<char>(state >> 24);
+      }
+    }
+  }
+  std::vector<absl::Span<const char>> ConstSpans() const {
+    std::vector<absl::Span<const char>> spans;
+    for (const std::string& part : parts_)
+      spans.push_back(absl::MakeConstSpan(part));
+    return spans;
+  }
+  std::vector<absl::Span<char>> Spans() {
+    std::vector<absl::Span<char>> spans;
+    for (std::string& part : parts_) spans.push_back(absl::MakeSpan(part));
+    return spans;
+  }
+  std::string bytes() const {
+    std::string all;
+    for (const std::string& part : parts_) all += part;
+    return all;
+  }
+
+ private:
+  std::vector<std::string> parts_;
+};
+
+// The staging buffer's halves have 5 KiB each: some parts are many pieces, and
+// some pieces many parts.
+TEST_F(NcclEdgeTest, ManyPiecesOfUnevenParts) {
+  Connect();
+  for (const std::vector<size_t>& sizes :
+       std::vector<std::vector<size_t>>{{1},
+                                        {5120},
+                                        {5120, 5120},
+                                        {5119, 2, 5119},
+                                        {40000, 1, 3, 5120, 700},
+                                        std::vector<size_t>(300, 137)}) {
+    Scattered from(sizes);
+    from.Fill();
+    const std::string want = from.bytes();
+    Scattered to({want.size() / 3, want.size() - want.size() / 3});
+    const auto moved = Move(from.ConstSpans(), to.Spans());
+    ASSERT_TRUE(moved.first.ok()) << moved.first;
+    ASSERT_TRUE(moved.second.ok()) << moved.second;
+    EXPECT_TRUE(to.bytes() == want) << sizes.size();
+  }
+}
+
+// How many bytes from the beginning are as they were sent; the rest was not
+// touched.
+size_t Came(const std::string& got, const std::string& want) {
+  size_t same = 0;
+  while (same < got.size() && got[same] == want[same]) ++same;
+  EXPECT_EQ(got.substr(same), std::string(got.size() - same, 'x'));
+  return same;
+}
+
+TEST_F(NcclEdgeTest, AfterAnErrorInTheMiddleOnlyWholePiecesHaveCome) {
+  Connect();
+  Scattered from({30000}), to({30000});
+  from.Fill();
+  // Two of each piece.
+  gpu_sim::Plant("call=ncclGroupEnd async=6 after=7");
+  const auto moved = Move(from.ConstSpans(), to.Spans(), absl::Seconds(2));
+  EXPECT_FALSE(moved.first.ok());
+  EXPECT_FALSE(moved.second.ok());
+  const size_t came = Came(to.bytes(), from.bytes());
+  EXPECT_EQ(came % 5120, 0u) << came;
+  EXPECT_LT(came, 30000u);
+  // And of no use from then on.
+  EXPECT_FALSE(a_->Send(from.ConstSpans(), kTimeout, Runs).ok());
+  EXPECT_EQ(a_device_->communicators(), 0);
+  gpu_sim::Plant("");
+  // What was under way in the buffers has ended before others have them.
+  a_ = nullptr;
+  b_ = nullptr;
+  a_ = *NewNcclChannel(a_device_.get(), "c/b");
+  b_ = *NewNcclChannel(b_device_.get(), "c/a");
+  EXPECT_EQ(a_device_->staging_bytes(), 10 << 10);
+  Connect();
+  Scattered again({30000});
+  EXPECT_TRUE(Move(from.ConstSpans(), again.Spans()).second.ok());
+  EXPECT_TRUE(again.bytes() == from.bytes());
+}
+
+TEST_F(NcclEdgeTest, AStopInTheMiddleEndsBothAndTouchesNothingMore) {
+  Connect();
+  // The sender has only a part of what the receiver waits for.
+  Scattered from({3 * 5120}), to({30000});
+  from.Fill();
+  std::atomic<bool> stop{false};
+  absl::Status received;
+  std::thread receiving([&] {
+    received =
+        b_->Receive(to.Spans(), kTimeout, [&stop] { return stop.load(); });
+  });
+  ASSERT_TRUE(a_->Send(from.ConstSpans(), kTimeout, Runs).ok());
+  const absl::Time start = absl::Now();
+  stop = true;
+  receiving.join();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(3));
+  EXPECT_EQ(ReasonOf(received), "GROUP_CLOSED");
+  const size_t came = Came(to.bytes(), from.bytes() + std::string(20000, '-'));
+  EXPECT_EQ(came % 5120, 0u) << came;
+  EXPECT_LE(came, 3 * 5120u);
+}
+
+// The copy of a piece does not wait for the one before to be on the other side.
+TEST_F(NcclEdgeTest, ThePieceAfterIsCopiedWhileOneIsOnItsWay) {
+  Connect();
+  gpu_sim::TakeNotes();
+  Scattered from({4 * 5120}), to({4 * 5120});
+  from.Fill();
+  gpu_sim::Plant("call=cudaMemcpyAsync note=1 count=0");
+  std::atomic<bool> stop{false};
+  absl::Status sent;
+  // Nobody receives.
+  std::thread sending([&] {
+    sent =
+        a_->Send(from.ConstSpans(), kTimeout, [&stop] { return stop.load(); });
+  });
+  std::string notes;
+  for (const absl::Time until = absl::Now() + absl::Seconds(10);
+       absl::Now() < until && notes.size() < 2 * 16;) {
+    notes += gpu_sim::TakeNotes();
+    absl::SleepFor(absl::Milliseconds(5));
+  }
+  EXPECT_EQ(notes, "cudaMemcpyAsync\ncudaMemcpyAsync\n");
+  stop = true;
+  sending.join();
+  EXPECT_EQ(ReasonOf(sent), "GROUP_CLOSED");
+  // No third: there are two halves.
+  EXPECT_EQ(gpu_sim::TakeNotes(), "");
+}
+
+// An edge in each direction between the same two GPUs, both full of bytes: if
+// one waited for the other at one end, and the other for the one at the other,
+// neither would ever end.
+TEST_F(NcclEdgeTest, TwoEdgesInOppositeDirectionsRunAtOnce) {
+  Connect();
+  const auto back_from = *NewNcclChannel(b_device_.get(), "c/a");
+  const auto back_to = *NewNcclChannel(a_device_.get(), "c/b");
+  ASSERT_TRUE(back_to->Accept(*back_from->Offer()).ok());
+  std::thread connecting(
+      [&] { EXPECT_TRUE(back_to->Connect(kTimeout, Runs).ok()); });
+  ASSERT_TRUE(back_from->Connect(kTimeout, Runs).ok());
+  connecting.join();
+  Scattered there({60000}), back({60001}), got_there({60000}),
+      got_back({60001});
+  there.Fill();
+  back.Fill();
+  // Both operations of each device are under way before any can end: the ends
+  // that come later are those of different edges.
+  std::vector<std::thread> ends;
+  ends.emplace_back(
+      [&] { EXPECT_TRUE(a_->Send(there.ConstSpans(), kTimeout, Runs).ok()); });
+  ends.emplace_back([&] {
+    EXPECT_TRUE(back_from->Send(back.ConstSpans(), kTimeout, Runs).ok());
+  });
+  absl::SleepFor(absl::Milliseconds(100));
+  ends.emplace_back([&] {
+    EXPECT_TRUE(back_to->Receive(got_back.Spans(), kTimeout, Runs).ok());
+  });
+  ends.emplace_back([&] {
+    EXPECT_TRUE(b_->Receive(got_there.Spans(), kTimeout, Runs).ok());
+  });
+  for (std::thread& end : ends) end.join();
+  EXPECT_TRUE(got_there.bytes() == there.bytes());
+  EXPECT_TRUE(got_back.bytes() == back.bytes());
+}
+
+TEST_F(NcclEdgeTest, VersionsMustBeTheSame) {
   std::string offer = *a_->Offer();
   // The number after the magic.
   offer[8] = static_cast<char>(offer[8] - 1);
-  const absl::Status status = b_->Accept(offer);
+  const absl::Status status = b_->Accept(offer).status();
   EXPECT_EQ(ReasonOf(status), "NCCL_VERSION_MISMATCH");
   EXPECT_TRUE(absl::StrContains(
       status.message(), NcclVersionText(b_device_->library().version())));
-  EXPECT_EQ(ReasonOf(b_->Accept("something")), "NOT_A_PEER");
+  EXPECT_EQ(ReasonOf(b_->Accept("something").status()), "NOT_A_PEER");
   offer = *a_->Offer();
   offer[12] = static_cast<char>(offer[12] + 1);
-  EXPECT_EQ(ReasonOf(b_->Accept(offer)), "NCCL_OPTIONS_MISMATCH");
+  EXPECT_EQ(ReasonOf(b_->Accept(offer).status()), "NCCL_OPTIONS_MISMATCH");
 }
 
-TEST_F(NcclChannelTest, TwoEndsOnOneGpuAreNeverTried) {
-  const auto same = a_device_->NewChannel();
-  EXPECT_EQ(ReasonOf((*same)->Accept(*a_->Offer())), "SAME_GPU");
+TEST_F(NcclEdgeTest, TwoEndsOnOneGpuAreNeverTried) {
+  const auto same = NewNcclChannel(a_device_.get(), "c/a");
+  EXPECT_EQ(ReasonOf((*same)->Accept(*a_->Offer()).status()), "SAME_GPU");
 }
 
-TEST_F(NcclChannelTest, APeerThatNeverComesIsADeadline) {
+TEST_F(NcclEdgeTest, APeerThatNeverComesIsADeadline) {
   ASSERT_TRUE(a_->Offer().ok());
   absl::Time start = absl::Now();
   EXPECT_TRUE(absl::IsUnavailable(a_->Connect(absl::Milliseconds(200), Runs)));
@@ -135,7 +268,7 @@ TEST_F(NcclChannelTest, APeerThatNeverComesIsADeadline) {
   stopper.join();
 }
 
-TEST_F(NcclChannelTest, APeerThatNeverSendsIsADeadlineAndNothingIsTouched) {
+TEST_F(NcclEdgeTest, APeerThatNeverSendsIsADeadlineAndNothingIsTouched) {
   Connect();
   std::string got(100, 'x');
   EXPECT_TRUE(absl::IsUnavailable(
@@ -146,7 +279,7 @@ TEST_F(NcclChannelTest, APeerThatNeverSendsIsADeadlineAndNothingIsTouched) {
       b_->Receive({absl::MakeSpan(got)}, absl::Milliseconds(200), Runs).ok());
 }
 
-TEST_F(NcclChannelTest, AnErrorInTheMiddleIsNoticedAtBothEnds) {
+TEST_F(NcclEdgeTest, AnErrorInTheMiddleIsNoticedAtBothEnds) {
   Connect();
   const std::string bytes(100, 'b');
   std::string got(100, 'x');
@@ -160,7 +293,7 @@ TEST_F(NcclChannelTest, AnErrorInTheMiddleIsNoticedAtBothEnds) {
   EXPECT_EQ(got, std::string(100, 'x'));
 }
 
-TEST_F(NcclChannelTest, AnErrorOfTheStartIsNamed) {
+TEST_F(NcclEdgeTest, AnErrorOfTheStartIsNamed) {
   ASSERT_TRUE(a_->Offer().ok());
   gpu_sim::Plant("call=ncclCommInitRankConfig error=2");
   const absl::Status status = a_->Connect(kTimeout, Runs);
@@ -168,8 +301,22 @@ TEST_F(NcclChannelTest, AnErrorOfTheStartIsNamed) {
   EXPECT_TRUE(absl::StrContains(status.message(), "ncclCommInitRankConfig"));
 }
 
+// Nothing is left to be made when bytes move.
+TEST_F(NcclEdgeTest, WhatIsConnectedHasMovedSomething) {
+  ASSERT_TRUE(b_->Accept(*a_->Offer()).ok());
+  gpu_sim::Plant("call=ncclRecv error=2");
+  absl::Status b;
+  std::thread other([&] { b = b_->Connect(kTimeout, Runs); });
+  const absl::Time start = absl::Now();
+  EXPECT_TRUE(absl::IsUnavailable(a_->Connect(absl::Seconds(1), Runs)));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(4));
+  other.join();
+  EXPECT_EQ(ReasonOf(b), "NCCL_ERROR");
+  EXPECT_TRUE(absl::StrContains(b.message(), "ncclRecv")) << b;
+}
+
 // Which calls ended communicators.
-class NcclEndTest : public NcclChannelTest {
+class NcclEndTest : public NcclEdgeTest {
  protected:
   void SetUp() override { gpu_sim::TakeNotes(); }
   static void NoteEnds(const std::string& rules = "") {
@@ -218,7 +365,8 @@ TEST_F(NcclEndTest, OneThatDoesNotComeToItsEndIsAborted) {
 int StalledCopy() {
   const std::unique_ptr<NcclDevice> a_device = NewDevice(0),
                                     b_device = NewDevice(1);
-  const auto a = *a_device->NewChannel(), b = *b_device->NewChannel();
+  const auto a = *NewNcclChannel(a_device.get(), "c/b");
+  const auto b = *NewNcclChannel(b_device.get(), "c/a");
   if (!b->Accept(*a->Offer()).ok()) _exit(2);
   std::thread connecting([&] {
     if (!b->Connect(kTimeout, Runs).ok()) _exit(3);
@@ -254,14 +402,15 @@ int HangingAbort() {
     if (ReasonOf(status) == "NCCL_HUNG") ++told;
   };
   std::unique_ptr<NcclDevice> device = NewDevice(0, options);
-  auto channel = *device->NewChannel();
+  auto channel = *NewNcclChannel(device.get(), "c/b");
   if (!channel->Offer().ok()) _exit(2);
   gpu_sim::Plant("call=ncclCommAbort hang=1");
   const absl::Time start = absl::Now();
   (void)channel->Connect(absl::Milliseconds(100), Runs);
   if (absl::Now() - start > absl::Seconds(5)) _exit(3);
   if (told != 1) _exit(4);
-  if (ReasonOf(device->NewChannel().status()) != "NCCL_HUNG") _exit(5);
+  if (ReasonOf(NewNcclChannel(device.get(), "c/b").status()) != "NCCL_HUNG")
+    _exit(5);
   _exit(0);
 }
 
@@ -292,14 +441,14 @@ TEST(NcclDevice, CommunicatorsTakeWhatTheyWereGiven) {
   options.max_ctas = 7;
   options.cta_policy = NCCL_CTA_POLICY_DEFAULT;
   const std::unique_ptr<NcclDevice> device = NewDevice(0, options);
-  const auto channel = *device->NewChannel();
+  const auto channel = *NewNcclChannel(device.get(), "c/b");
   ASSERT_TRUE(channel->Offer().ok());
   gpu_sim::Plant("call=ncclCommInitRankConfig note=1 count=0");
   EXPECT_FALSE(channel->Connect(absl::Milliseconds(100), Runs).ok());
   gpu_sim::Plant("");
   EXPECT_EQ(gpu_sim::TakeNotes(),
             "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=7 "
-            "CTAPolicy=0\n");
+            "CTAPolicy=0 connections=8\n");
 }
 
 // What is logged.
@@ -341,7 +490,7 @@ TEST(NcclDevice, SettingsInFilesOfNcclAreSeen) {
   const std::unique_ptr<NcclDevice> device = NewDevice(0);
   std::ofstream(file) << "# of the operator\nNCCL_IB_HCA=mlx5_9\n";
   Lines lines;
-  auto channel = *device->NewChannel();
+  auto channel = *NewNcclChannel(device.get(), "c/b");
   EXPECT_TRUE(channel->Offer().ok());
   EXPECT_TRUE(absl::StrContains(lines.text(), "NCCL_IB_HCA=mlx5_9"))
       << lines.text();
@@ -353,7 +502,7 @@ TEST(NcclDevice, SettingsInFilesOfNcclAreSeen) {
   const std::string offer = *channel->Offer();
   std::ofstream(file) << "NCCL_COMM_ID=10.0.0.1:5000\n";
   const std::unique_ptr<NcclDevice> other = NewDevice(1);
-  auto receiver = *other->NewChannel();
+  auto receiver = *NewNcclChannel(other.get(), "c/b");
   ASSERT_TRUE(receiver->Accept(offer).ok());
   EXPECT_EQ(ReasonOf(receiver->Connect(kTimeout, Runs)), "NCCL_SETTING");
   unlink(file.c_str());

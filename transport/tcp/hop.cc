@@ -14,6 +14,10 @@ namespace weightsync {
 namespace transport {
 namespace tcp {
 
+std::string PayloadPeer(const HopOptions& options, const std::string& node) {
+  return absl::StrCat(options.cluster_id, "/", node);
+}
+
 absl::Status BlameEdge(const HopOptions& options, const absl::Status& status) {
   if (!ReasonOf(status).empty()) return status;
   if (absl::IsDataLoss(status)) {

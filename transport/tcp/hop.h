@@ -15,6 +15,7 @@ namespace tcp {
 
 // What both ends of one edge of the chain share.
 struct HopOptions {
+  std::string cluster_id;
   std::string from;  // node names, in the direction of the payload
   std::string to;
   absl::Duration heartbeat = absl::Seconds(1);
@@ -32,6 +33,9 @@ enum class StopMode {
   kLeave,  // say BYE, wait a moment for the peer to see it
   kAbort,  // say FAIL if that is possible at once
 };
+
+// `node` as payload channels know it.
+std::string PayloadPeer(const HopOptions& options, const std::string& node);
 
 // Gives what went wrong on a connection the edge's name and a reason, if it has
 // none yet.

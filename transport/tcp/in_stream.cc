@@ -50,7 +50,14 @@ void InStream::Run() {
   incoming_.clear();
   if (!status.ok()) hop_->Fail(BlameEdge(hop_->options(), status));
   hop_->StreamEnded();
-  if (hop_->stop_mode() == StopMode::kLeave || peer_left_) {
+  const bool leaves = hop_->stop_mode() == StopMode::kLeave || peer_left_;
+  // Before the wait for the peer: the next edge between the two may be made.
+  if (channel_ != nullptr && status.ok() && leaves &&
+      hop_->stop_mode() != StopMode::kAbort) {
+    channel_->Finish();
+    channel_ = nullptr;
+  }
+  if (leaves) {
     // COMPLETE and CHAIN may still wait to be sent.
     const int64_t until = NowNanos() + absl::ToInt64Nanoseconds(kLeaveLimit);
     if (talks_) out_ += hop_->TakeMessages();
@@ -152,6 +159,7 @@ absl::Status InStream::FromChannel(const absl::Status& status) {
 
 absl::Status InStream::OnOffer(absl::string_view offer) {
   absl::Status status;
+  PayloadChannel::Acceptance acceptance;
   if (hop_->options().payload == nullptr) {
     status =
         MakeError(absl::StatusCode::kFailedPrecondition, "GROUP_KIND_MISMATCH",
@@ -159,14 +167,29 @@ absl::Status InStream::OnOffer(absl::string_view offer) {
                                " moves over TCP alone: give all nodes the "
                                "same --group"));
   } else {
-    absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
-        hop_->options().payload();
-    status = channel.status();
-    if (status.ok()) status = (*channel)->Accept(offer);
-    if (status.ok()) channel_ = *std::move(channel);
+    if (offered_ == nullptr) {
+      const HopOptions& options = hop_->options();
+      absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
+          options.payload(PayloadPeer(options, options.from));
+      status = channel.status();
+      if (status.ok()) offered_ = *std::move(channel);
+    }
+    if (status.ok()) {
+      absl::StatusOr<PayloadChannel::Acceptance> accepted =
+          offered_->Accept(offer);
+      status = accepted.status();
+      if (status.ok()) acceptance = *std::move(accepted);
+    }
+    if (!status.ok()) {
+      offered_ = nullptr;
+    } else if (acceptance.agreed) {
+      channel_ = std::move(offered_);
+    }
   }
-  out_ += EncodeMessage(MessageType::kPayloadAnswer, EncodeStatus(status));
+  out_ += EncodeMessage(MessageType::kPayloadAnswer,
+                        EncodePayloadAnswer(status, acceptance.answer));
   if (absl::Status sent = FlushAll(); !sent.ok()) return sent;
+  if (status.ok() && !acceptance.agreed) return absl::OkStatus();
   if (!status.ok()) {
     // The sender has been told, and goes on over the connection.
     return hop_->options().payload_optional

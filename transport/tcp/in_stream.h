@@ -38,7 +38,8 @@ class InStream : private MessageSink {
   bool Stopped() const;
   // What the channel said; less, when the peer had more to say (Run).
   absl::Status FromChannel(const absl::Status& status);
-  // Meets the sender's end of the payload channel.
+  // Answers, and where they agree meets the sender's end of the payload
+  // channel.
   absl::Status OnOffer(absl::string_view offer);
   void Poll();
 
@@ -56,6 +57,7 @@ class InStream : private MessageSink {
   const bool talks_;
   Fd fd_;
   WakeFd wake_;
+  std::unique_ptr<PayloadChannel> offered_;  // no offer has been agreed on yet
   std::unique_ptr<PayloadChannel> channel_;
   FrameReader reader_;
   std::thread thread_;

@@ -25,6 +25,9 @@ constexpr size_t kBatchFrames = 8;
 // What comes back is looked at this often while the socket takes everything.
 constexpr int64_t kReadEveryNanos = 5000000;
 constexpr absl::Duration kLeaveLimit = absl::Seconds(1);
+// Of one payload channel: something kept that the peer has not kept, and
+// something new.
+constexpr int kMaxOffers = 4;
 
 }  // namespace
 
@@ -64,7 +67,12 @@ void OutStream::Run() {
     fd_.reset();
     return;
   }
-  if (hop_->stop_mode() == StopMode::kLeave || peer_left_) {
+  const bool leaves = hop_->stop_mode() == StopMode::kLeave || peer_left_;
+  // Before the wait for the peer: the next edge between the two may be made.
+  if (status.ok() && leaves && batch_empty() &&
+      hop_->stop_mode() != StopMode::kAbort)
+    FinishChannel();
+  if (leaves) {
     if (batch_empty()) SendNow(fd_.get(), EncodeMessage(MessageType::kBye, ""));
     CloseGently(fd_.get(), peer_left_ ? absl::ZeroDuration() : kLeaveLimit);
   } else if (batch_empty()) {
@@ -156,19 +164,36 @@ absl::Status OutStream::WithoutChannel(const absl::Status& why) {
 }
 
 absl::Status OutStream::ConnectChannel() {
+  const HopOptions& options = hop_->options();
   absl::StatusOr<std::unique_ptr<PayloadChannel>> channel =
-      hop_->options().payload();
+      options.payload(PayloadPeer(options, options.to));
   if (!channel.ok()) return WithoutChannel(channel.status());
   channel_ = *std::move(channel);
-  const absl::StatusOr<std::string> offer = channel_->Offer();
-  if (!offer.ok()) return WithoutChannel(offer.status());
-  absl::Status status =
-      SendAll(EncodeMessage(MessageType::kPayloadOffer, *offer));
-  if (status.ok()) status = ReadUntil(answered_);
-  if (!status.ok() || hop_->stop_mode() != StopMode::kRun) return status;
-  if (!answer_.ok()) return WithoutChannel(answer_);
+  bool agreed = false;
+  for (int i = 0; !agreed; ++i) {
+    if (i == kMaxOffers)
+      return absl::DataLossError("the peer accepts no offer and refuses none");
+    const absl::StatusOr<std::string> offer = channel_->Offer();
+    if (!offer.ok()) return WithoutChannel(offer.status());
+    answered_ = false;
+    absl::Status status =
+        SendAll(EncodeMessage(MessageType::kPayloadOffer, *offer));
+    if (status.ok()) status = ReadUntil(answered_);
+    if (!status.ok() || hop_->stop_mode() != StopMode::kRun || !answered_)
+      return status;
+    if (!answer_.ok()) return WithoutChannel(answer_);
+    const absl::StatusOr<bool> heard = channel_->Answered(payload_answer_);
+    if (!heard.ok()) return FromChannel(heard.status());
+    agreed = *heard;
+  }
   return FromChannel(channel_->Connect(hop_->options().peer_deadline,
                                        [this] { return Stopped(); }));
+}
+
+void OutStream::FinishChannel() {
+  if (channel_ == nullptr) return;
+  channel_->Finish();
+  channel_ = nullptr;
 }
 
 bool OutStream::Stopped() const {
@@ -400,7 +425,7 @@ absl::Status OutStream::OnMessage(const Header& header,
     return absl::OkStatus();
   }
   if (header.type == MessageType::kPayloadAnswer) {
-    if (!DecodeStatus(payload, &answer_))
+    if (!DecodePayloadAnswer(payload, &answer_, &payload_answer_))
       return absl::DataLossError("an answer that is none");
     answered_ = true;
     return absl::OkStatus();

@@ -45,8 +45,11 @@ class OutStream : private MessageSink {
   // There is none to be had: the bytes go over the connection, or the edge is
   // of no use.
   absl::Status WithoutChannel(const absl::Status& why);
-  // Meets the receiver's end of the payload channel.
+  // Offers, until both ends of the payload channel agree, and meets the
+  // receiver's.
   absl::Status ConnectChannel();
+  // Both ends leave in good order.
+  void FinishChannel();
   // Sends the batch's frames over the channel, when the receiver is ready.
   absl::Status SendOverChannel();
   // Whether the payload channel is to stop waiting.
@@ -97,7 +100,8 @@ class OutStream : private MessageSink {
   std::vector<absl::Span<const char>> payload_;  // of the batch
   bool answered_ = false;
   absl::Status answer_;
-  bool ready_ = false;  // the peer is about to receive
+  std::string payload_answer_;  // of the channel's other end
+  bool ready_ = false;          // the peer is about to receive
   bool said_give_up_ = false;
   bool silent_ = false;
   bool peer_left_ = false;

@@ -5,6 +5,8 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -48,6 +50,10 @@ class Wire {
     absl::MutexLock lock(&mutex_);
     return bytes_;
   }
+  int Count(const std::string& what) {
+    absl::MutexLock lock(&mutex_);
+    return static_cast<int>(std::count(log_.begin(), log_.end(), what));
+  }
   std::vector<std::string> log() {
     absl::MutexLock lock(&mutex_);
     return log_;
@@ -68,9 +74,17 @@ class FakeChannel final : public PayloadChannel {
     wire_->Note("offer");
     return std::string("meet me");
   }
-  absl::Status Accept(absl::string_view offer) override {
+  // Not the first.
+  absl::StatusOr<Acceptance> Accept(absl::string_view offer) override {
     wire_->Note(absl::StrCat("accept ", offer));
-    return absl::OkStatus();
+    Acceptance acceptance;
+    acceptance.agreed = wire_->Count("accept meet me") > 1;
+    acceptance.answer = acceptance.agreed ? "yes" : "no";
+    return acceptance;
+  }
+  absl::StatusOr<bool> Answered(absl::string_view answer) override {
+    wire_->Note(absl::StrCat("answered ", answer));
+    return answer == "yes";
   }
   absl::Status Connect(absl::Duration, const Stopped&) override {
     wire_->Note("connect");
@@ -89,6 +103,7 @@ class FakeChannel final : public PayloadChannel {
     wire_->Note("receive");
     return absl::UnimplementedError("not of this test");
   }
+  void Finish() override { wire_->Note("finish"); }
 
  private:
   Wire* const wire_;
@@ -158,8 +173,9 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
   Wire wire;
   EndpointOptions options;
   options.cluster_id = "cluster";
-  options.payload =
-      [&wire]() -> absl::StatusOr<std::unique_ptr<PayloadChannel>> {
+  options.payload = [&wire](const std::string& peer)
+      -> absl::StatusOr<std::unique_ptr<PayloadChannel>> {
+    EXPECT_EQ(peer, "cluster/b");
     return std::unique_ptr<PayloadChannel>(new FakeChannel(&wire));
   };
   absl::StatusOr<std::unique_ptr<Endpoint>> endpoint =
@@ -195,8 +211,13 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
   std::string payload;
   ASSERT_EQ(receiver.Hear(&payload), MessageType::kPayloadOffer);
   EXPECT_EQ(payload, "meet me");
-  receiver.Say(EncodeMessage(MessageType::kPayloadAnswer,
-                             EncodeStatus(absl::OkStatus())));
+  // Not this one; and the next.
+  for (const char* answer : {"no", "yes"}) {
+    receiver.Say(EncodeMessage(MessageType::kPayloadAnswer,
+                               EncodePayloadAnswer(absl::OkStatus(), answer)));
+    if (std::string(answer) == "yes") break;
+    ASSERT_EQ(receiver.Hear(&payload), MessageType::kPayloadOffer);
+  }
   HaveEntry have;
   have.bucket = 9;
   have.size = kBytes;
@@ -228,8 +249,77 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
   }
   EXPECT_TRUE(wire.bytes() == sent);
   EXPECT_EQ(sent.size(), bytes.size());
-  EXPECT_EQ(wire.log(), (std::vector<std::string>{"offer", "connect"}));
+  EXPECT_EQ(wire.log(),
+            (std::vector<std::string>{"offer", "answered no", "offer",
+                                      "answered yes", "connect"}));
   (*group)->Abort(absl::CancelledError("done"));
+  *group = nullptr;
+  EXPECT_EQ(wire.Count("finish"), 0);
+}
+
+// What a channel has may serve the next edge where both ends leave in good
+// order, and only there.
+TEST(PayloadChannelTest, ItIsFinishedWhereBothEndsLeaveInGoodOrder) {
+  for (const bool aborted : {false, true}) {
+    SCOPED_TRACE(aborted);
+    Wire wire;
+    std::atomic<bool> failed{false};
+    std::vector<std::unique_ptr<Endpoint>> endpoints;
+    GroupSpec spec;
+    spec.cluster_id = "cluster";
+    spec.group_id = "group";
+    spec.epoch = Epoch{1, 1};
+    spec.secret = "secret";
+    for (const char* node : {"a", "b"}) {
+      EndpointOptions options;
+      options.cluster_id = "cluster";
+      options.payload = [&wire](const std::string& peer)
+          -> absl::StatusOr<std::unique_ptr<PayloadChannel>> {
+        wire.Note(absl::StrCat("to ", peer));
+        return std::unique_ptr<PayloadChannel>(new FakeChannel(&wire));
+      };
+      auto endpoint = Endpoint::Create(options);
+      ASSERT_TRUE(endpoint.ok()) << endpoint.status();
+      spec.members.push_back({node, (*endpoint)->address()});
+      endpoints.push_back(*std::move(endpoint));
+    }
+    std::vector<std::unique_ptr<Group>> groups;
+    for (int self = 0; self < 2; ++self) {
+      spec.self = self;
+      GroupOptions options;
+      options.on_edge_failed = [&failed](const absl::Status&) {
+        failed = true;
+      };
+      auto group = endpoints[self]->NewGroup(spec, options);
+      ASSERT_TRUE(group.ok()) << group.status();
+      groups.push_back(*std::move(group));
+    }
+    std::vector<std::thread> threads;
+    for (auto& group : groups) {
+      threads.emplace_back(
+          [&group] { EXPECT_TRUE(group->Join(absl::Seconds(20)).ok()); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    threads.clear();
+    for (int i = 0; i < 2000 && wire.Count("connect") < 2; ++i)
+      absl::SleepFor(absl::Milliseconds(5));
+    EXPECT_EQ(wire.Count("connect"), 2);
+    EXPECT_EQ(wire.Count("answered no"), 1);
+    EXPECT_EQ(wire.Count("answered yes"), 1);
+    // One channel at each end, whatever was refused.
+    EXPECT_EQ(wire.Count("to cluster/a"), 1);
+    EXPECT_EQ(wire.Count("to cluster/b"), 1);
+    if (aborted) {
+      groups[0]->Abort(absl::CancelledError("called off"));
+      for (int i = 0; i < 2000 && !failed; ++i)
+        absl::SleepFor(absl::Milliseconds(5));
+      EXPECT_TRUE(failed);
+    }
+    for (auto& group : groups)
+      threads.emplace_back([&group] { group = nullptr; });
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(wire.Count("finish"), aborted ? 0 : 2);
+  }
 }
 
 }  // namespace

@@ -40,6 +40,7 @@ TcpGroup::~TcpGroup() {
 
 HopOptions TcpGroup::Hop(int from) const {
   HopOptions hop;
+  hop.cluster_id = spec_.cluster_id;
   hop.from = spec_.members[from].node;
   hop.to = spec_.members[from + 1].node;
   hop.heartbeat =

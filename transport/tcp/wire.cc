@@ -79,6 +79,7 @@ class Cursor {
     return bytes;
   }
   std::string String() { return std::string(Bytes(Number<uint32_t>())); }
+  std::string Rest() { return std::string(Bytes(rest_.size())); }
 
   bool ok() const { return ok_; }
   bool ok_and_done() const { return ok_ && rest_.empty(); }
@@ -319,12 +320,17 @@ std::string EncodeStatus(const absl::Status& status) {
   return out;
 }
 
-bool DecodeStatus(absl::string_view payload, absl::Status* status) {
+namespace {
+
+// What comes after the status goes to `rest`, where anything may.
+bool ReadStatus(absl::string_view payload, absl::Status* status,
+                std::string* rest) {
   Cursor cursor(payload);
   const uint32_t code = cursor.Number<uint32_t>();
   const std::string reason = cursor.String();
   const std::string edge = cursor.String();
   const std::string message = cursor.String();
+  if (rest != nullptr && code == 0) *rest = cursor.Rest();
   if (!cursor.ok_and_done() ||
       code > static_cast<uint32_t>(absl::StatusCode::kUnauthenticated))
     return false;
@@ -335,6 +341,25 @@ bool DecodeStatus(absl::string_view payload, absl::Status* status) {
           : MakeError(static_cast<absl::StatusCode>(code), reason, message);
   if (code != 0 && !edge.empty()) SetEdge(status, edge);
   return true;
+}
+
+}  // namespace
+
+bool DecodeStatus(absl::string_view payload, absl::Status* status) {
+  return ReadStatus(payload, status, nullptr);
+}
+
+std::string EncodePayloadAnswer(const absl::Status& status,
+                                absl::string_view answer) {
+  std::string out = EncodeStatus(status);
+  if (status.ok()) out.append(answer.data(), answer.size());
+  return out;
+}
+
+bool DecodePayloadAnswer(absl::string_view payload, absl::Status* status,
+                         std::string* answer) {
+  answer->clear();
+  return ReadStatus(payload, status, answer);
 }
 
 }  // namespace tcp

@@ -142,6 +142,14 @@ struct HaveEntry {
 std::string EncodeHave(const std::vector<HaveEntry>& entries);
 absl::StatusOr<std::vector<HaveEntry>> DecodeHave(absl::string_view payload);
 
+// A PAYLOAD_ANSWER: why not, or what the channel's receiving end has to say.
+// One that refuses reads as in releases that had nothing else to say.
+std::string EncodePayloadAnswer(const absl::Status& status,
+                                absl::string_view answer);
+// False if `payload` is none.
+bool DecodePayloadAnswer(absl::string_view payload, absl::Status* status,
+                         std::string* answer);
+
 // A status with its reason and edge.
 std::string EncodeStatus(const absl::Status& status);
 // False if `payload` is none.

@@ -77,6 +77,26 @@ TEST(WireTest, AStatusKeepsItsReasonAndEdge) {
   EXPECT_TRUE(DecodeWelcome(EncodeWelcome(absl::OkStatus())).ok());
 }
 
+TEST(WireTest, AnAnswerToAnOfferSaysMoreWhereItIsNoRefusal) {
+  absl::Status status = absl::UnknownError("not read");
+  std::string answer;
+  ASSERT_TRUE(DecodePayloadAnswer(
+      EncodePayloadAnswer(absl::OkStatus(), std::string("a\0b", 3)), &status,
+      &answer));
+  EXPECT_TRUE(status.ok());
+  EXPECT_EQ(answer, std::string("a\0b", 3));
+  // Those who only know of a status can read a refusal.
+  const std::string refusal = EncodePayloadAnswer(
+      MakeError(absl::StatusCode::kFailedPrecondition, "SAME_GPU", "one GPU"),
+      "ignored");
+  ASSERT_TRUE(DecodeStatus(refusal, &status));
+  EXPECT_EQ(ReasonOf(status), "SAME_GPU");
+  ASSERT_TRUE(DecodePayloadAnswer(refusal, &status, &answer));
+  EXPECT_EQ(ReasonOf(status), "SAME_GPU");
+  EXPECT_EQ(answer, "");
+  EXPECT_FALSE(DecodePayloadAnswer(refusal + "more", &status, &answer));
+}
+
 TEST(WireTest, AWelcomeIsNeverTooLong) {
   const absl::Status refused =
       DecodeWelcome(EncodeWelcome(absl::NotFoundError(std::string(9999, 'x'))));
@@ -91,6 +111,8 @@ TEST(WireTest, GarbageNeverDecodes) {
     EXPECT_FALSE(DecodeHello(bytes).ok());
     absl::Status status;
     DecodeStatus(bytes, &status);
+    std::string answer;
+    DecodePayloadAnswer(bytes, &status, &answer);
     DecodeHave(bytes).status().IgnoreError();
     DecodeFrames(bytes).status().IgnoreError();
   }

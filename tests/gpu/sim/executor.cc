@@ -591,6 +591,7 @@ void Executor::Answer(const Request& request, const char* payload) {
       options.ranks = arg[0];
       options.rank = arg[1];
       options.version = arg[2];
+      options.eager_bytes = arg[3];
       memcpy(options.uuid, device.uuid, sizeof(options.uuid));
       for (int i = 0; i < kNcclKeyBytes; ++i) {
         char hex[3];

@@ -29,8 +29,9 @@ struct Transfer {
   NcclItem item;
   uint64_t control_done = 0;  // bytes of the grant
   Grant grant = {};
+  uint64_t header_done = 0;  // bytes of what the sender says that it sends
+  Grant header = {};
   uint64_t done = 0;
-  bool finished = false;
 };
 
 // Moves some of [*done, bytes); false when the peer is gone.
@@ -59,7 +60,10 @@ bool ReceiveSome(int fd, void* data, uint64_t bytes, uint64_t* done) {
 }  // namespace
 
 NcclComm::NcclComm(const Options& options)
-    : options_(options), to_(options.ranks, -1), from_(options.ranks, -1) {
+    : options_(options),
+      to_(options.ranks, -1),
+      owed_grants_(options.ranks),
+      from_(options.ranks, -1) {
   if (!Listen()) {
     Fail(kNcclInvalidUsage);
     return;
@@ -222,9 +226,17 @@ void NcclComm::Run(const std::vector<NcclItem>& items) {
       if (next_send[rank] < sends[rank].size()) {
         Transfer& t = sends[rank][next_send[rank]];
         bool alive = true;
+        if (options_.eager_bytes > 0 && t.item.bytes <= options_.eager_bytes) {
+          if (t.control_done == 0) ++owed_grants_[rank];
+          t.control_done = sizeof(Grant);
+        }
         if (t.control_done < sizeof(Grant)) {
-          alive =
-              ReceiveSome(to_[rank], &t.grant, sizeof(Grant), &t.control_done);
+          while ((alive = ReceiveSome(to_[rank], &t.grant, sizeof(Grant),
+                                      &t.control_done)) &&
+                 t.control_done == sizeof(Grant) && owed_grants_[rank] > 0) {
+            --owed_grants_[rank];
+            t.control_done = 0;
+          }
           if (t.control_done == sizeof(Grant) &&
               t.grant.bytes != t.item.bytes) {
             Finding("NCCL: rank " + std::to_string(options_.rank) + " sends " +
@@ -236,6 +248,11 @@ void NcclComm::Run(const std::vector<NcclItem>& items) {
           }
         }
         if (alive && t.control_done == sizeof(Grant)) {
+          t.header.magic = kMagic;
+          t.header.bytes = t.item.bytes;
+          alive = SendSome(to_[rank], &t.header, sizeof(Grant), &t.header_done);
+        }
+        if (alive && t.header_done == sizeof(Grant)) {
           alive =
               SendSome(to_[rank], reinterpret_cast<const void*>(t.item.address),
                        t.item.bytes, &t.done);
@@ -263,7 +280,21 @@ void NcclComm::Run(const std::vector<NcclItem>& items) {
         }
         bool alive =
             SendSome(from_[rank], &t.grant, sizeof(Grant), &t.control_done);
-        if (alive && t.control_done == sizeof(Grant)) {
+        if (alive && t.control_done == sizeof(Grant) &&
+            t.header_done < sizeof(Grant)) {
+          alive = ReceiveSome(from_[rank], &t.header, sizeof(Grant),
+                              &t.header_done);
+          if (t.header_done == sizeof(Grant) &&
+              t.header.bytes != t.item.bytes) {
+            Finding("NCCL: rank " + std::to_string(options_.rank) +
+                    " receives " + std::to_string(t.item.bytes) +
+                    " bytes where rank " + std::to_string(rank) + " sends " +
+                    std::to_string(t.header.bytes));
+            Fail(kNcclInternalError);
+            return Hold();
+          }
+        }
+        if (alive && t.header_done == sizeof(Grant)) {
           if (t.item.bytes > 0)
             alive = ReceiveSome(from_[rank],
                                 reinterpret_cast<void*>(t.item.address),

@@ -23,7 +23,9 @@ enum NcclResult {
 
 // Meets the other ranks through sockets in the machine's folder: one connection
 // for each ordered pair, on which the receiver grants a transfer and the sender
-// then sends. So nobody passes an operation whose peer has not come to it.
+// then sends. So nobody passes an operation whose peer has not come to it, but
+// for short sends where they are eager, as NCCL's are that fit into its own
+// buffers: these may stay on the connection for whoever receives next.
 class NcclComm {
  public:
   struct Options {
@@ -32,6 +34,8 @@ class NcclComm {
     int ranks = 0;
     int rank = 0;
     int version = 0;
+    // A send of at most so many bytes does not wait for its receiver.
+    uint64_t eager_bytes = 0;
     unsigned char uuid[16];
   };
 
@@ -67,7 +71,9 @@ class NcclComm {
   std::atomic<int> async_error_{kNcclInProgress};
   std::atomic<bool> aborted_{false};
   int listener_ = -1;
-  std::vector<int> to_;    // sockets by rank, this rank sends
+  std::vector<int> to_;  // sockets by rank, this rank sends
+  // Grants of eager sends, by rank, that are still to come.
+  std::vector<uint64_t> owed_grants_;
   std::vector<int> from_;  // this rank receives
   std::thread thread_;
 };

@@ -8,6 +8,8 @@
 //                           indices of the machine in this process's order
 //   GPU_SIM_DRIVER_VERSION  e.g. 12040: older than the runtime
 //   GPU_SIM_NCCL_VERSION    what ncclGetVersion says (default: the headers')
+//   GPU_SIM_NCCL_EAGER_BYTES  sends of at most so many bytes end before they
+//                           are received (default 0)
 //   GPU_SIM_KERNELS         libraries of host twins, separated by ':'
 //   GPU_SIM_EXECUTOR        the executor's program (default: beside the
 //                           library)

@@ -229,7 +229,8 @@ GPU_SIM_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int ranks,
     given = "blocking=" + std::to_string(config->blocking) +
             " minCTAs=" + std::to_string(config->minCTAs) +
             " maxCTAs=" + std::to_string(config->maxCTAs) +
-            " CTAPolicy=" + std::to_string(config->CTAPolicy);
+            " CTAPolicy=" + std::to_string(config->CTAPolicy) +
+            " connections=" + Env("CUDA_DEVICE_MAX_CONNECTIONS", "8");
   }
   if (const ncclResult_t planned =
           Planned("ncclCommInitRankConfig", nullptr, given))
@@ -247,11 +248,12 @@ GPU_SIM_API ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int ranks,
   std::string payload(id.internal, kNcclKeyBytes);
   payload += Env("NCCL_HOSTID", "").substr(0, kHostIdBytes - 1);
   payload += '\0';
-  const Reply reply =
-      context->Call(Op::kNcclInit,
-                    {static_cast<uint64_t>(ranks), static_cast<uint64_t>(rank),
-                     static_cast<uint64_t>(version)},
-                    payload.data(), payload.size());
+  const Reply reply = context->Call(
+      Op::kNcclInit,
+      {static_cast<uint64_t>(ranks), static_cast<uint64_t>(rank),
+       static_cast<uint64_t>(version),
+       static_cast<uint64_t>(EnvNumber("GPU_SIM_NCCL_EAGER_BYTES", 0))},
+      payload.data(), payload.size());
   if (reply.error != 0) return ncclUnhandledCudaError;
   auto* comm = new ncclComm;
   comm->context = context;

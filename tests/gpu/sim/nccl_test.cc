@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -109,6 +110,41 @@ TEST(Nccl, BroadcastAndPairs) {
             ncclInProgress);
   EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
   EXPECT_EQ(a.Last(), 5);
+}
+
+// As a real one: what fits into its own buffers is sent when it lies there.
+TEST(Nccl, AnEagerSendWaitsForNobodyAndItsBytesForWhoeverReceivesNext) {
+  setenv("GPU_SIM_NCCL_EAGER_BYTES", "1000", 1);
+  const ncclUniqueId id = NewId();
+  Rank a(id, 2, 0, 0), b(id, 2, 1, 1);
+  unsetenv("GPU_SIM_NCCL_EAGER_BYTES");
+  ASSERT_EQ(a.Settle(), ncclSuccess);
+  ASSERT_EQ(b.Settle(), ncclSuccess);
+  const auto receive = [&](size_t bytes) {
+    char* const last = static_cast<char*>(b.buffer) + (1 << 20) - bytes;
+    EXPECT_EQ(cudaSetDevice(1), cudaSuccess);
+    EXPECT_EQ(Api().Recv(last, bytes, ncclUint8, 0, b.comm, b.stream),
+              ncclInProgress);
+    EXPECT_EQ(b.Settle(), ncclSuccess);
+    return b.Last();
+  };
+  b.Fill(9);
+  for (const int value : {1, 2}) {
+    a.Fill(value);
+    EXPECT_EQ(Api().Send(a.buffer, 1000, ncclUint8, 1, a.comm, a.stream),
+              ncclInProgress);
+    EXPECT_EQ(a.Settle(), ncclSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(a.stream), cudaSuccess);
+  }
+  EXPECT_EQ(receive(1000), 1);
+  EXPECT_EQ(receive(1000), 2);
+  // A longer one waits, as ever, and not for less.
+  a.Fill(3);
+  EXPECT_EQ(Api().Send(a.buffer, 1001, ncclUint8, 1, a.comm, a.stream),
+            ncclInProgress);
+  usleep(20000);
+  EXPECT_FALSE(a.Done());
+  EXPECT_EQ(receive(1001), 3);
 }
 
 TEST(Nccl, APeerThatNeverJoinsIsWaitedForUntilAbort) {

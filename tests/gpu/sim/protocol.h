@@ -57,7 +57,8 @@ enum class Op : uint32_t {
   kEventRecord,    // stream, event -> sequence, record
   kEventWait,      // stream, event, record -> sequence
   kObserved,       // stream (or event + kMaxStreams), count: the host waited
-  kNcclInit,       // ranks, rank, version; payload: key and host id -> comm
+  kNcclInit,       // ranks, rank, version, eager bytes; payload: key and host
+                   // id -> comm
   kNcclQuery,      // comm -> async error
   kNcclGroup,      // stream, comm; payload: NcclItem[] -> sequence
   kNcclFail,       // comm, error: an asynchronous error from now on

@@ -18,13 +18,15 @@ namespace cuda {
 namespace {
 
 constexpr absl::Duration kShort = absl::Seconds(10);
+// Staging buffers of one request.
+constexpr int64_t kAtATime = 8;
 
 }  // namespace
 
 class AgentChannel final : public tcp::PayloadChannel {
  public:
   static absl::StatusOr<std::unique_ptr<PayloadChannel>> Make(
-      AgentChannels* channels) {
+      AgentChannels* channels, const std::string& peer) {
     const absl::Status rested = channels->CheckRested();
     if (!rested.ok()) return rested;
     std::unique_ptr<AgentChannel> made(new AgentChannel(channels));
@@ -34,13 +36,13 @@ class AgentChannel final : public tcp::PayloadChannel {
                        "the device agent is being started again");
     }
     const absl::StatusOr<uint64_t> id =
-        made->agent()->NewChannel(made->epoch_, kShort);
+        made->agent()->NewChannel(made->epoch_, peer, kShort);
     if (!id.ok()) return id.status();
     made->id_ = *id;
     return std::unique_ptr<PayloadChannel>(std::move(made));
   }
   ~AgentChannel() override {
-    if (id_ != 0) (void)agent()->EndChannel(epoch_, id_, kShort);
+    if (id_ != 0) (void)agent()->EndChannel(epoch_, id_, finished_, kShort);
     if (buffer_ != nullptr) {
       (void)agent()->UnmapHost(epoch_, buffer_host_, kShort);
       munmap(buffer_, buffer_bytes());
@@ -50,8 +52,11 @@ class AgentChannel final : public tcp::PayloadChannel {
   absl::StatusOr<std::string> Offer() override {
     return agent()->ChannelOffer(epoch_, id_, kShort);
   }
-  absl::Status Accept(absl::string_view offer) override {
+  absl::StatusOr<Acceptance> Accept(absl::string_view offer) override {
     return agent()->ChannelAccept(epoch_, id_, std::string(offer), kShort);
+  }
+  absl::StatusOr<bool> Answered(absl::string_view answer) override {
+    return agent()->ChannelAnswered(epoch_, id_, std::string(answer), kShort);
   }
   absl::Status Connect(absl::Duration timeout,
                        const Stopped& stopped) override {
@@ -70,6 +75,7 @@ class AgentChannel final : public tcp::PayloadChannel {
                        const Stopped& stopped) override {
     return Move<char>(parts, false, timeout, stopped);
   }
+  void Finish() override { finished_ = true; }
 
  private:
   explicit AgentChannel(AgentChannels* channels) : channels_(channels) {}
@@ -82,7 +88,9 @@ class AgentChannel final : public tcp::PayloadChannel {
     int64_t at, bytes;
   };
 
-  // In pieces of the staging buffer's size, as both agents cut.
+  // Several staging buffers at a time, so that the agents copy one piece while
+  // they move another; no more than one where bytes have to lie in the buffer
+  // that both have. Whole ones: both agents cut at the same bytes.
   template <typename Byte>
   absl::Status Move(absl::Span<const absl::Span<Byte>> parts, bool send,
                     absl::Duration timeout, const Stopped& stopped) {
@@ -106,8 +114,8 @@ class AgentChannel final : public tcp::PayloadChannel {
     };
     for (absl::Span<Byte> part : parts) {
       while (!part.empty()) {
-        const absl::Span<Byte> head =
-            part.subspan(0, static_cast<size_t>(buffer_bytes() - bytes));
+        const absl::Span<Byte> head = part.subspan(
+            0, static_cast<size_t>(buffer_bytes() - bytes % buffer_bytes()));
         part.remove_prefix(head.size());
         const int64_t size = static_cast<int64_t>(head.size());
         AgentPart placed;
@@ -126,7 +134,8 @@ class AgentChannel final : public tcp::PayloadChannel {
         }
         piece.push_back(placed);
         bytes += size;
-        if (bytes == buffer_bytes()) {
+        if (bytes % buffer_bytes() == 0 &&
+            (in_buffer > 0 || bytes >= kAtATime * buffer_bytes())) {
           absl::Status status = flush();
           if (!status.ok()) return status;
         }
@@ -164,6 +173,7 @@ class AgentChannel final : public tcp::PayloadChannel {
   AgentChannels* const channels_;
   uint64_t epoch_ = 0;
   uint64_t id_ = 0;
+  bool finished_ = false;
   char* buffer_ = nullptr;
   uint64_t buffer_host_ = 0;
 };
@@ -211,7 +221,9 @@ bool AgentChannels::Find(const char* data, int64_t bytes, uint64_t epoch,
 }
 
 tcp::PayloadChannelFactory AgentChannels::Factory() {
-  return [this] { return AgentChannel::Make(this); };
+  return [this](const std::string& peer) {
+    return AgentChannel::Make(this, peer);
+  };
 }
 
 }  // namespace cuda

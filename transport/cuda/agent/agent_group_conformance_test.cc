@@ -1,5 +1,6 @@
 // Groups over NCCL whose communicators live in device agents pass what every
 // Group passes: a daemon's groups, without a context in the daemon.
+#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -99,8 +100,8 @@ TEST(AgentChannelTest, AStalledCopyIsToldWhenItsProcessHasEnded) {
   const std::unique_ptr<DeviceAgent> a = NewAgent(0, "sender");
   const std::unique_ptr<DeviceAgent> b = NewAgent(1, "receiver");
   AgentChannels from(a.get(), kStaging), to(b.get(), kStaging);
-  const auto sender = *from.Factory()();
-  const auto receiver = *to.Factory()();
+  const auto sender = *from.Factory()("cluster/b");
+  const auto receiver = *to.Factory()("cluster/a");
   ASSERT_TRUE(receiver->Accept(*sender->Offer()).ok());
   absl::Status connected;
   std::thread connecting(
@@ -122,6 +123,40 @@ TEST(AgentChannelTest, AStalledCopyIsToldWhenItsProcessHasEnded) {
       << status;
   EXPECT_EQ(got, std::string(1000, 'x'));
   sending.join();
+  gpu_sim::Plant("");
+}
+
+// An agent keeps a communicator whose other end dies with its agent; its own
+// end waits for nobody.
+TEST(AgentChannelTest, APeerThatVanishesWhileIdleHoldsUpNoEnd) {
+  std::unique_ptr<DeviceAgent> a = NewAgent(0, "stays");
+  const std::unique_ptr<DeviceAgent> b = NewAgent(1, "vanishes");
+  {
+    AgentChannels from(a.get(), kStaging), to(b.get(), kStaging);
+    const auto sender = *from.Factory()("cluster/b");
+    const auto receiver = *to.Factory()("cluster/a");
+    ASSERT_TRUE(receiver->Accept(*sender->Offer()).ok());
+    absl::Status connected;
+    std::thread connecting(
+        [&] { connected = receiver->Connect(absl::Seconds(20), Runs); });
+    EXPECT_TRUE(sender->Connect(absl::Seconds(20), Runs).ok());
+    connecting.join();
+    ASSERT_TRUE(connected.ok()) << connected;
+    sender->Finish();
+    receiver->Finish();
+  }
+  // It is counted: a staging buffer, and what a communicator takes.
+  const auto usage = a->GetUsage(absl::Seconds(5));
+  ASSERT_TRUE(usage.ok()) << usage.status();
+  EXPECT_GT(usage->nccl_bytes, kStaging);
+  ASSERT_EQ(kill(b->pid(), SIGKILL), 0);
+  gpu_sim::TakeNotes();
+  gpu_sim::Plant("call=ncclCommAbort process=stays note=1 count=0");
+  const absl::Time start = absl::Now();
+  a = nullptr;
+  EXPECT_LT(absl::Now() - start, absl::Seconds(2));
+  // By itself: it was not killed.
+  EXPECT_EQ(gpu_sim::TakeNotes(), "ncclCommAbort\n");
   gpu_sim::Plant("");
 }
 

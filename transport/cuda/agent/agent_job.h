@@ -104,10 +104,11 @@ struct AgentUsage {
   int64_t free_bytes = 0;  // of the whole GPU
   int64_t total_bytes = 0;
   int64_t imports = 0;
-  // Of channels over NCCL: staging buffers, also those that wait for the next
-  // one, and by how much less was free when communicators had been made, which
-  // NCCL does not tell: at most 512 MiB for each, and an estimate, because it
-  // counts what any other process of the GPU took or freed meanwhile.
+  // Of channels over NCCL: staging buffers and communicators, also those that
+  // wait for the next channel. NCCL does not tell what a communicator takes: it
+  // is by how much less was free when it had been made, at most 512 MiB for
+  // each, and an estimate, because it counts what any other process of the GPU
+  // took or freed meanwhile.
   int64_t nccl_bytes = 0;
 };
 

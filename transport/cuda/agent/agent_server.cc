@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <list>
 #include <map>
 #include <memory>
@@ -35,8 +36,6 @@ namespace {
 
 constexpr absl::Duration kEndDeadline = absl::Seconds(10);
 constexpr absl::Duration kCloseDeadline = absl::Seconds(4);
-// Of two ranks, with few channels: more has another reason.
-constexpr int64_t kMaxCommunicatorBytes = int64_t{512} << 20;
 // At a time: each has a thread. More of those that give something back, which
 // would be there for as long as the agent is.
 constexpr size_t kMaxRequests = 512, kMaxEnds = 2 * kMaxRequests;
@@ -253,10 +252,11 @@ class AgentServer {
         status = ReadBytes(&in, &out);
         break;
       case AgentMessage::kChannelNew:
-        status = NewChannel(&out);
+        status = NewChannel(in.GetString(), &out);
         break;
       case AgentMessage::kChannelOffer:
       case AgentMessage::kChannelAccept:
+      case AgentMessage::kChannelAnswered:
       case AgentMessage::kChannelConnect:
       case AgentMessage::kChannelMove:
         status = UseChannel(request.type, &in, &out);
@@ -268,6 +268,7 @@ class AgentServer {
         if (at == channels_.end()) break;
         gone = std::move(at->second);
         channels_.erase(at);
+        if (in.Get<bool>()) gone->end->Finish();
         break;
       }
       case AgentMessage::kAdvanceSlot: {
@@ -364,11 +365,9 @@ class AgentServer {
     told.imports = memory_->imports()->size();
     {
       absl::MutexLock lock(&nccl_mutex_);
-      if (nccl_ != nullptr) told.nccl_bytes = nccl_->staging_bytes();
+      if (nccl_ != nullptr)
+        told.nccl_bytes = nccl_->staging_bytes() + nccl_->communicator_bytes();
     }
-    absl::MutexLock lock(&channels_mutex_);
-    for (const auto& [id, channel] : channels_)
-      told.nccl_bytes += channel->communicator_bytes;
     out->Put(told);
     return absl::OkStatus();
   }
@@ -553,15 +552,7 @@ class AgentServer {
   struct Channel {
     std::unique_ptr<tcp::PayloadChannel> end;
     std::atomic<bool> stop{false};
-    std::atomic<int64_t> communicator_bytes{0};
   };
-
-  // 0 where it cannot be told. Of the whole GPU: what others take and free
-  // meanwhile counts as well.
-  int64_t FreeBytes() {
-    const absl::StatusOr<CudaMemory::Usage> usage = memory_->GetUsage();
-    return usage.ok() ? usage->free_bytes : 0;
-  }
 
   std::shared_ptr<Channel> FindChannel(uint64_t id) {
     absl::MutexLock lock(&channels_mutex_);
@@ -569,7 +560,7 @@ class AgentServer {
     return at == channels_.end() ? nullptr : at->second;
   }
 
-  absl::Status NewChannel(AgentWriter* out) {
+  absl::Status NewChannel(const std::string& peer, AgentWriter* out) {
     nccl::NcclDevice* device;
     {
       // NCCL is loaded when the first group wants it.
@@ -583,7 +574,7 @@ class AgentServer {
       device = nccl_.get();
     }
     absl::StatusOr<std::unique_ptr<tcp::PayloadChannel>> end =
-        device->NewChannel();
+        nccl::NewNcclChannel(device, peer);
     if (!end.ok()) return end.status();
     auto channel = std::make_shared<Channel>();
     channel->end = *std::move(end);
@@ -608,17 +599,21 @@ class AgentServer {
       if (offer.ok()) out->PutString(*offer);
       return offer.status();
     }
-    if (type == AgentMessage::kChannelAccept)
-      return channel->end->Accept(in->GetString());
-    const absl::Duration timeout = absl::Nanoseconds(in->Get<int64_t>());
-    if (type == AgentMessage::kChannelConnect) {
-      // NCCL does not say what it takes: this is a guess, and no wild one.
-      const int64_t before = FreeBytes();
-      const absl::Status status = channel->end->Connect(timeout, stopped);
-      channel->communicator_bytes = std::min(
-          std::max<int64_t>(0, before - FreeBytes()), kMaxCommunicatorBytes);
-      return status;
+    if (type == AgentMessage::kChannelAccept) {
+      const absl::StatusOr<tcp::PayloadChannel::Acceptance> accepted =
+          channel->end->Accept(in->GetString());
+      if (accepted.ok()) out->Put(accepted->agreed).PutString(accepted->answer);
+      return accepted.status();
     }
+    if (type == AgentMessage::kChannelAnswered) {
+      const absl::StatusOr<bool> agreed =
+          channel->end->Answered(in->GetString());
+      if (agreed.ok()) out->Put(*agreed);
+      return agreed.status();
+    }
+    const absl::Duration timeout = absl::Nanoseconds(in->Get<int64_t>());
+    if (type == AgentMessage::kChannelConnect)
+      return channel->end->Connect(timeout, stopped);
     const bool send = in->Get<bool>();
     const uint64_t count = in->Get<uint64_t>();
     std::vector<std::shared_ptr<const void>> keep;
@@ -685,6 +680,10 @@ int RunDeviceAgent(int socket) {
   signal(SIGPIPE, SIG_IGN);
   // The daemon ends its agents; a terminal's interrupt is for the daemon.
   signal(SIGINT, SIG_IGN);
+  // Of this process alone, before its first call of CUDA: a queue of the GPU
+  // for each of its streams (transport/nccl/nccl_channel.h says why). The
+  // default is 8, and 32 the most.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   return AgentServer(socket).Run();
 }
 

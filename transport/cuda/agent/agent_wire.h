@@ -42,6 +42,7 @@ enum class AgentMessage : uint32_t {
   kChannelNew,
   kChannelOffer,
   kChannelAccept,
+  kChannelAnswered,
   kChannelConnect,
   kChannelMove,
   kChannelStop,  // what waits on it is to end; not answered

@@ -80,6 +80,11 @@ DeviceAgent::~DeviceAgent() {
   EndProcess(Lost("the daemon ends"));
 }
 
+void DeviceAgent::EndBy(absl::Time when) {
+  absl::MutexLock lock(&mutex_);
+  end_by_ = when;
+}
+
 uint64_t DeviceAgent::epoch() const {
   absl::MutexLock lock(&mutex_);
   return epoch_;
@@ -244,8 +249,9 @@ absl::StatusOr<std::string> DeviceAgent::Ask(
       if (mutex_.AwaitWithTimeout(absl::Condition(&done), kStopEvery)) break;
       mutex_.Unlock();
       if (stopped()) {
-        // It answers all the same, soon.
+        // It answers all the same, soon; or NCCL does not return.
         told_to_stop = true;
+        until = std::min(until, absl::Now() + kChannelMargin);
         absl::MutexLock send_lock(&send_mutex_);
         (void)SendPacket(socket, AgentMessage::kChannelStop, 0,
                          AgentWriter().Put(channel).bytes(), -1,
@@ -355,8 +361,14 @@ void DeviceAgent::Supervise() {
       };
       mutex_.AwaitWithTimeout(
           absl::Condition(&look),
-          std::min(options_.hang_deadline / 4, absl::Seconds(1)));
+          std::min({options_.hang_deadline / 4, absl::Seconds(1),
+                    std::max(end_by_ - absl::Now(), kStopEvery)}));
       if (stopping_) return;
+      if (absl::Now() >= end_by_ && !gone_ && !calls_.empty()) {
+        if (why_.ok()) why_ = Lost("the daemon ends");
+        kill(pid_, SIGKILL);
+        continue;
+      }
       gone = gone_;
       why = why_;
     }
@@ -368,6 +380,10 @@ void DeviceAgent::Supervise() {
     EndProcess(why);
     LOG(WARNING) << device_uuid_ << ": " << why.message();
     if (options_.on_change != nullptr) options_.on_change(0, why);
+    {
+      absl::MutexLock lock(&mutex_);
+      if (end_by_ != absl::InfiniteFuture()) return;
+    }
     while (true) {
       uint64_t next;
       {
@@ -545,9 +561,11 @@ absl::StatusOr<uint64_t> DeviceAgent::AdvanceSlot(uint64_t epoch, uint64_t slot,
 }
 
 absl::StatusOr<uint64_t> DeviceAgent::NewChannel(uint64_t epoch,
+                                                 const std::string& peer,
                                                  absl::Duration deadline) {
   const absl::StatusOr<std::string> answer =
-      Ask(epoch, AgentMessage::kChannelNew, "", -1, deadline);
+      Ask(epoch, AgentMessage::kChannelNew,
+          AgentWriter().PutString(peer).bytes(), -1, deadline);
   if (!answer.ok()) return answer.status();
   return AgentReader(*answer).Get<uint64_t>();
 }
@@ -562,12 +580,29 @@ absl::StatusOr<std::string> DeviceAgent::ChannelOffer(uint64_t epoch,
   return AgentReader(*answer).GetString();
 }
 
-absl::Status DeviceAgent::ChannelAccept(uint64_t epoch, uint64_t channel,
-                                        const std::string& offer,
-                                        absl::Duration deadline) {
-  return Ask(epoch, AgentMessage::kChannelAccept,
-             AgentWriter().Put(channel).PutString(offer).bytes(), -1, deadline)
-      .status();
+absl::StatusOr<tcp::PayloadChannel::Acceptance> DeviceAgent::ChannelAccept(
+    uint64_t epoch, uint64_t channel, const std::string& offer,
+    absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kChannelAccept,
+          AgentWriter().Put(channel).PutString(offer).bytes(), -1, deadline);
+  if (!answer.ok()) return answer.status();
+  AgentReader in(*answer);
+  tcp::PayloadChannel::Acceptance acceptance;
+  acceptance.agreed = in.Get<bool>();
+  acceptance.answer = in.GetString();
+  return acceptance;
+}
+
+absl::StatusOr<bool> DeviceAgent::ChannelAnswered(uint64_t epoch,
+                                                  uint64_t channel,
+                                                  const std::string& answer,
+                                                  absl::Duration deadline) {
+  const absl::StatusOr<std::string> heard =
+      Ask(epoch, AgentMessage::kChannelAnswered,
+          AgentWriter().Put(channel).PutString(answer).bytes(), -1, deadline);
+  if (!heard.ok()) return heard.status();
+  return AgentReader(*heard).Get<bool>();
 }
 
 absl::Status DeviceAgent::ChannelConnect(uint64_t epoch, uint64_t channel,
@@ -590,16 +625,22 @@ absl::Status DeviceAgent::ChannelMove(uint64_t epoch, uint64_t channel,
   AgentWriter out;
   out.Put(channel).Put(absl::ToInt64Nanoseconds(timeout)).Put(send);
   out.Put(static_cast<uint64_t>(parts.size()));
-  for (const AgentPart& part : parts) out.Put(part);
+  int64_t bytes = 0;
+  for (const AgentPart& part : parts) {
+    out.Put(part);
+    bytes += part.bytes;
+  }
+  // It is the agent that looks for progress, piece by piece.
+  const int64_t pieces = 1 + 2 * bytes / options_.config.nccl_staging_bytes;
   return Ask(epoch, AgentMessage::kChannelMove, out.bytes(), -1,
-             timeout + kChannelMargin, nullptr, stopped, channel)
+             pieces * timeout + kChannelMargin, nullptr, stopped, channel)
       .status();
 }
 
 absl::Status DeviceAgent::EndChannel(uint64_t epoch, uint64_t channel,
-                                     absl::Duration deadline) {
+                                     bool well, absl::Duration deadline) {
   return Ask(epoch, AgentMessage::kChannelEnd,
-             AgentWriter().Put(channel).bytes(), -1, deadline)
+             AgentWriter().Put(channel).Put(well).bytes(), -1, deadline)
       .status();
 }
 

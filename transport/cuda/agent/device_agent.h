@@ -23,6 +23,7 @@
 #include "transport/cuda/agent/agent_job.h"
 #include "transport/cuda/agent/agent_wire.h"
 #include "transport/memory.h"
+#include "transport/tcp/payload_channel.h"
 
 namespace weightsync {
 namespace transport {
@@ -66,6 +67,10 @@ class DeviceAgent {
   static absl::StatusOr<std::unique_ptr<DeviceAgent>> Start(Options options);
   // Ends the process; kills it when it does not end by itself.
   ~DeviceAgent();
+
+  // The caller is about to end: what the process still has at work then is not
+  // waited for. It is killed, and none is started any more.
+  void EndBy(absl::Time when);
 
   // Of the process that runs; 0 while none does.
   uint64_t epoch() const;
@@ -140,11 +145,17 @@ class DeviceAgent {
 
   // ---- Ends of edges over NCCL (agent_channel.h) ----
 
-  absl::StatusOr<uint64_t> NewChannel(uint64_t epoch, absl::Duration deadline);
+  // As tcp::PayloadChannel has them.
+  absl::StatusOr<uint64_t> NewChannel(uint64_t epoch, const std::string& peer,
+                                      absl::Duration deadline);
   absl::StatusOr<std::string> ChannelOffer(uint64_t epoch, uint64_t channel,
                                            absl::Duration deadline);
-  absl::Status ChannelAccept(uint64_t epoch, uint64_t channel,
-                             const std::string& offer, absl::Duration deadline);
+  absl::StatusOr<tcp::PayloadChannel::Acceptance> ChannelAccept(
+      uint64_t epoch, uint64_t channel, const std::string& offer,
+      absl::Duration deadline);
+  absl::StatusOr<bool> ChannelAnswered(uint64_t epoch, uint64_t channel,
+                                       const std::string& answer,
+                                       absl::Duration deadline);
   // `stopped` ends them early, in bounded time.
   absl::Status ChannelConnect(uint64_t epoch, uint64_t channel,
                               absl::Duration timeout,
@@ -153,7 +164,8 @@ class DeviceAgent {
                            absl::Span<const AgentPart> parts,
                            absl::Duration timeout,
                            const std::function<bool()>& stopped);
-  absl::Status EndChannel(uint64_t epoch, uint64_t channel,
+  // `well`: it was finished.
+  absl::Status EndChannel(uint64_t epoch, uint64_t channel, bool well,
                           absl::Duration deadline);
 
  private:
@@ -191,6 +203,7 @@ class DeviceAgent {
   mutable absl::Mutex mutex_;
   absl::Mutex send_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time end_by_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   uint64_t starts_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t epoch_ ABSL_GUARDED_BY(mutex_) = 0;  // 0: none is ready
   uint64_t process_epoch_ ABSL_GUARDED_BY(mutex_) = 0;

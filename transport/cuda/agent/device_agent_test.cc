@@ -376,7 +376,7 @@ TEST_F(DeviceAgentTest, AnAbortThatNeverReturnsCostsOneAgent) {
   DeviceAgent::Options options = SmallOptions();
   options.config.nccl_abort_deadline_ms = 200;
   const std::unique_ptr<DeviceAgent> agent = Start(options);
-  const auto channel = agent->NewChannel(1, kDeadline);
+  const auto channel = agent->NewChannel(1, "cluster/b", kDeadline);
   ASSERT_TRUE(channel.ok()) << channel.status();
   ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
   gpu_sim::Plant("call=ncclCommAbort process=agent hang=1");
@@ -389,7 +389,7 @@ TEST_F(DeviceAgentTest, AnAbortThatNeverReturnsCostsOneAgent) {
   ASSERT_TRUE(Eventually([&] { return agent->epoch() == 2; }));
   EXPECT_EQ(ReasonOf(agent->ChannelOffer(1, *channel, kDeadline).status()),
             "STALE_EPOCH");
-  EXPECT_TRUE(agent->NewChannel(2, kDeadline).ok());
+  EXPECT_TRUE(agent->NewChannel(2, "cluster/b", kDeadline).ok());
 }
 
 // Requests that take long are no reason to take an agent for hung.
@@ -402,7 +402,7 @@ TEST_F(DeviceAgentTest, ManyRequestsThatWaitLeaveItAnswering) {
   for (int i = 0; i < 3; ++i) {
     waiting.emplace_back([&] {
       // A peer that never comes.
-      const auto channel = agent->NewChannel(1, kDeadline);
+      const auto channel = agent->NewChannel(1, "cluster/b", kDeadline);
       ASSERT_TRUE(channel.ok()) << channel.status();
       ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
       if (absl::IsUnavailable(agent->ChannelConnect(
@@ -501,7 +501,7 @@ TEST_F(DeviceAgentTest, AnAgentThatIsFullCanStillBeToldToStop) {
   const std::unique_ptr<DeviceAgent> agent = Start(SmallOptions());
   const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
   ASSERT_TRUE(import.ok());
-  const auto channel = agent->NewChannel(1, kDeadline);
+  const auto channel = agent->NewChannel(1, "cluster/b", kDeadline);
   ASSERT_TRUE(channel.ok()) << channel.status();
   ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
   std::atomic<bool> stop{false};
@@ -530,7 +530,7 @@ TEST_F(DeviceAgentTest, AnAgentThatIsFullCanStillBeToldToStop) {
   EXPECT_EQ(ReasonOf(connected), "GROUP_CLOSED");
   EXPECT_LT(absl::Now() - start, absl::Seconds(5));
   // What gives something back is not refused, either.
-  EXPECT_TRUE(agent->EndChannel(1, *channel, kDeadline).ok());
+  EXPECT_TRUE(agent->EndChannel(1, *channel, false, kDeadline).ok());
   gpu_sim::Plant("");
   kill(agent->pid(), SIGKILL);
   for (std::thread& open : opens) open.join();
@@ -543,7 +543,7 @@ TEST_F(DeviceAgentTest, ChannelsAreMadeAsConfigured) {
   options.config.nccl_max_ctas = 9;
   options.config.nccl_cta_policy = 2;
   const std::unique_ptr<DeviceAgent> agent = Start(options);
-  const auto channel = agent->NewChannel(1, kDeadline);
+  const auto channel = agent->NewChannel(1, "cluster/b", kDeadline);
   ASSERT_TRUE(channel.ok()) << channel.status();
   ASSERT_TRUE(agent->ChannelOffer(1, *channel, kDeadline).ok());
   gpu_sim::Plant("call=ncclCommInitRankConfig note=1 count=0");
@@ -553,7 +553,7 @@ TEST_F(DeviceAgentTest, ChannelsAreMadeAsConfigured) {
                    .ok());
   EXPECT_EQ(gpu_sim::TakeNotes(),
             "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=9 "
-            "CTAPolicy=2\n");
+            "CTAPolicy=2 connections=32\n");
 }
 
 TEST_F(DeviceAgentTest, AnAgentThatIsStoppedIsNoticedWithoutACall) {

@@ -70,6 +70,14 @@ void DeviceAgents::OnLost(std::function<void(const std::string&)> lost) {
   lost_ = std::move(lost);
 }
 
+void DeviceAgents::EndBy(absl::Time when) {
+  absl::MutexLock lock(&mutex_);
+  end_by_ = when;
+  for (const auto& gpu : gpus_) {
+    if (gpu->agent != nullptr) gpu->agent->EndBy(when);
+  }
+}
+
 std::string DeviceAgents::Names() const {
   std::vector<std::string> names;
   for (const auto& gpu : gpus_) names.push_back(gpu->device.uuid);
@@ -144,6 +152,7 @@ absl::StatusOr<DeviceAgent*> DeviceAgents::Get(const std::string& uuid) {
   // Unless it has gone again already.
   if (gpu->last_epoch == 0) gpu->epoch = gpu->last_epoch = 1;
   gpu->agent = *std::move(started);
+  gpu->agent->EndBy(end_by_);
   LOG(INFO) << "a device agent serves " << gpu->device.uuid << " ("
             << gpu->device.name << ")";
   return gpu->agent.get();

@@ -64,6 +64,9 @@ class DeviceAgents {
   // (MIG_NO_IPC), and the errors of DeviceAgent::Start.
   absl::StatusOr<DeviceAgent*> Get(const std::string& uuid);
 
+  // Of all agents, those too that are started later: DeviceAgent::EndBy.
+  void EndBy(absl::Time when);
+
   // From now on called with a GPU's UUID when its agent has ended, before
   // another is started; on a thread that must not be held up, and that must not
   // call this. Null: nobody, and who was is not called any more.
@@ -95,6 +98,7 @@ class DeviceAgents {
   const Options options_;
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Time end_by_ ABSL_GUARDED_BY(mutex_) = absl::InfiniteFuture();
   // Constant in number and order after Create.
   std::vector<std::unique_ptr<Gpu>> gpus_ ABSL_GUARDED_BY(mutex_);
   // Held while it is called.
