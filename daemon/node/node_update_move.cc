@@ -1,5 +1,4 @@
-// How the buckets of a round move: what is reserved, the groups, the lanes, and
-// what is read of the memory of this node's ranks.
+// How the buckets of a round move: what is reserved, the groups, the lanes.
 
 #include <algorithm>
 #include <cstring>
@@ -23,8 +22,6 @@ using transport::Landing;
 using transport::MakeError;
 
 constexpr int kDefaultLanes = 3;
-// How often those who wait for two things at once look at the second.
-constexpr absl::Duration kLook = absl::Milliseconds(20);
 // How long a receiver whose last update hardly changed waits for the word that
 // this one does not either, before it asks for bytes.
 constexpr absl::Duration kBaseWait = absl::Seconds(2);
@@ -34,12 +31,12 @@ absl::Status InvalidFlow(absl::string_view sentence) {
                    sentence);
 }
 
-absl::Status Closed(const std::string& update_id) {
-  return MakeError(absl::StatusCode::kAborted, "ROUND_CLOSED",
-                   absl::StrCat("update ", update_id, " goes another way"));
-}
-
 }  // namespace
+
+absl::Status NodeUpdate::RoundClosed() const {
+  return MakeError(absl::StatusCode::kAborted, "ROUND_CLOSED",
+                   absl::StrCat("update ", update_id_, " goes another way"));
+}
 
 // ---- What a round needs ----
 
@@ -164,7 +161,7 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     }
     if (!round->stream) buckets.insert(received.begin(), received.end());
   }
-  // What the CPU writes, and what is packed.
+  // What comes, and what is packed.
   std::vector<int32_t> packed, others;
   for (int32_t bucket : buckets) {
     const bool pack = !round->fetch && !round->disk &&
@@ -172,11 +169,13 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     (pack ? packed : others).push_back(bucket);
   }
   if (!packed.empty()) {
-    auto landings = Landings(packed, round->in_place ? Use::kHost : Use::kPack);
+    auto landings = Landings(packed, Use::kPack);
     if (!landings.ok()) return landings.status();
   }
   if (others.empty()) return absl::OkStatus();
-  return Landings(others, Use::kReceive).status();
+  auto landings = Landings(others, Use::kReceive);
+  if (!landings.ok()) return landings.status();
+  return round->disk ? LandFromDisk(others) : absl::OkStatus();
 }
 
 absl::Status NodeUpdate::FillFlows(Round* round) {
@@ -197,24 +196,17 @@ absl::Status NodeUpdate::FillFlows(Round* round) {
   // tells them that it begins.
   auto run = std::make_unique<FlowRun>();
   run->lane = true;
-  int64_t most = 0;
   for (int32_t bucket : layout_->LocalSourceBuckets()) {
     if (round->fetch || !PassesOn(*round, bucket) ||
         in_flows.count(bucket) > 0) {
       continue;
     }
     run->buckets.push_back(bucket);
-    if (PacksIntoSlot(*round, 0, bucket)) {
-      most = std::max(most, layout_->bucket_bytes(bucket));
-    }
   }
-  if (most > 0) {
-    auto slot = context_.store->TakeSlot(model(), most);
-    if (!slot.ok()) return slot.status();
-    run->slot = *std::move(slot);
+  if (context_.placement == nullptr) {
+    absl::Status taken = TakeLaneSlot(*round, run.get(), "");
+    if (!taken.ok()) return taken;
   }
-  absl::Status staged = StageForSending(run->buckets);
-  if (!staged.ok()) return staged;
   round->flows.push_back(std::move(run));
   return absl::OkStatus();
 }
@@ -227,36 +219,16 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
                                                       ? command.stream_slots()
                                                       : kDefaultLanes,
                                                   flow.buckets_size()));
-  if (self == 0 && !command.dry()) {
-    absl::Status staged = StageForSending(
-        std::vector<int32_t>(flow.buckets().begin(), flow.buckets().end()));
-    if (!staged.ok()) return staged;
-  }
   for (int lane = 0; lane < count; ++lane) {
     auto run = std::make_unique<FlowRun>();
     run->flow = flow;
     run->self = self;
     run->lane = lanes;
-    int64_t most = 0;
-    for (int i = lane; i < flow.buckets_size(); i += count) {
-      const int32_t bucket = flow.buckets(i);
-      run->buckets.push_back(bucket);
-      if (PacksIntoSlot(*round, self, bucket) || (self > 0 && round->stream)) {
-        most = std::max(most, layout_->bucket_bytes(bucket));
-      }
-    }
-    if (most > 0 && !command.dry()) {
-      auto slot = context_.store->TakeSlot(model(), most);
-      if (!slot.ok()) return slot.status();
-      run->slot = *std::move(slot);
-    }
-    if (!lanes && !command.dry()) {
-      absl::MutexLock lock(&mutex_);
-      for (int32_t bucket : run->buckets) {
-        auto staged = staged_.find(bucket);
-        run->landings.push_back(staged != staged_.end() ? staged->second
-                                                        : landings_.at(bucket));
-      }
+    for (int i = lane; i < flow.buckets_size(); i += count)
+      run->buckets.push_back(flow.buckets(i));
+    if (lanes && !command.dry() && context_.placement == nullptr) {
+      absl::Status taken = TakeLaneSlot(*round, run.get(), "");
+      if (!taken.ok()) return taken;
     }
     // A member that splits it otherwise is not met at all.
     const std::string group_id =
@@ -267,6 +239,31 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
     if (!status.ok()) return status;
     round->flows.push_back(std::move(run));
   }
+  return absl::OkStatus();
+}
+
+absl::Status NodeUpdate::TakeLaneSlot(const Round& round, FlowRun* flow,
+                                      const std::string& device) {
+  std::vector<int32_t> through;
+  int64_t most = 0;
+  for (int32_t bucket : flow->buckets) {
+    if (!PacksIntoSlot(round, flow->self, bucket) &&
+        (flow->self == 0 || !round.stream)) {
+      continue;
+    }
+    through.push_back(bucket);
+    most = std::max(most, layout_->bucket_bytes(bucket));
+  }
+  if (most == 0) return absl::OkStatus();
+  const std::string on = SlotDevice(round, *flow, through, device);
+  auto slot = context_.store->TakeSlot(model(), most, on);
+  if (!slot.ok() && !on.empty()) {
+    LOG(INFO) << "a lane of update " << update_id_ << " of " << model()
+              << " goes through host memory: " << slot.status();
+    slot = context_.store->TakeSlot(model(), most);
+  }
+  if (!slot.ok()) return slot.status();
+  flow->slot = *std::move(slot);
   return absl::OkStatus();
 }
 
@@ -303,10 +300,19 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
   const absl::Duration timeout =
       DurationOr(round->command.has_timeout(), round->command.timeout(),
                  context_.prepare_timeout);
+  const absl::Time deadline = absl::Now() + timeout;
   absl::Status status;
   if (flow->group != nullptr) status = flow->group->Join(timeout);
   if (flow->disk) {
     status = context_.checkpoints->See(round->command.checkpoint());
+  } else if (status.ok() && !round->command.dry()) {
+    // An edge that fails meanwhile is blamed when it is to move: then another
+    // route is found.
+    absl::StatusOr<std::string> device = std::string();
+    if (flow->group != nullptr && context_.placement != nullptr)
+      device = flow->group->PayloadDevice(deadline - absl::Now());
+    status = Land(*round, flow, device.ok() ? *device : "");
+    if (!status.ok() && !device.ok()) status = device.status();
   }
   absl::Duration patience;
   {
@@ -335,7 +341,15 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
 absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
                                    absl::Duration patience) {
   if (flow->self > 0 && !round->fetch) FillFromBase(flow, patience);
-  absl::Status status = flow->group->Move(flow->landings);
+  absl::Status status;
+  for (const auto& landing : flow->landings) {
+    // What it has already on a GPU, and is only to send on.
+    const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
+    if (flow->self == 0 || flow->staged.count(bucket) == 0) continue;
+    status = FillStaged(bucket, landing.get(), patience);
+    if (!status.ok()) return status;
+  }
+  status = flow->group->Move(flow->landings);
   if (!status.ok()) return status;
   if (round->fetch && flow->self == 0) {
     // Of a holder: digested as they are sent.
@@ -351,7 +365,7 @@ absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
   } else if (flow->self == 0) {
     for (const auto& landing : flow->landings) {
       const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
-      if (Staged(bucket) == nullptr) continue;
+      if (flow->staged.count(bucket) == 0) continue;
       status = FillStaged(bucket, landing.get(), patience);
       if (!status.ok()) {
         if (!landing->complete()) landing->Fail(status);
@@ -379,7 +393,7 @@ absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
     if (flow->group == nullptr && direct.count(bucket) > 0) continue;
     {
       absl::MutexLock lock(&mutex_);
-      if (round->closed || ended_) return Closed(update_id_);
+      if (round->closed || ended_) return RoundClosed();
     }
     absl::Status status = MoveBucket(round, flow, bucket, patience);
     if (!status.ok()) return status;
@@ -392,16 +406,16 @@ absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
 
 absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
                                     absl::Duration patience) {
+  const bool staged = flow->staged.count(bucket) > 0;
   std::shared_ptr<Landing> landing;
   {
     absl::MutexLock lock(&mutex_);
     auto found = landings_.find(bucket);
-    if (found != landings_.end()) landing = found->second;
+    if (found != landings_.end()) {
+      landing = staged ? staged_.at(bucket) : found->second;
+    }
   }
   const bool in_store = landing != nullptr;
-  const std::shared_ptr<Landing> staged =
-      flow->self == 0 ? Staged(bucket) : nullptr;
-  if (staged != nullptr) landing = staged;
   if (!in_store) {
     if (flow->slot == nullptr) {
       return MakeError(
@@ -409,11 +423,17 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
           absl::StrCat("bucket ", bucket, " of update ", update_id_,
                        " has no place on node ", context_.node));
     }
-    landing = std::make_shared<Landing>(
-        static_cast<uint64_t>(bucket),
-        flow->slot->data().subspan(
-            0, static_cast<size_t>(layout_->bucket_bytes(bucket))),
-        std::make_shared<BucketDigestMap>(layout_, bucket), flow->slot->file());
+    BucketRoom room;
+    room.bucket = bucket;
+    room.data = flow->slot->data().subspan(
+        0, static_cast<size_t>(layout_->bucket_bytes(bucket)));
+    room.file = flow->slot->file();
+    room.device = flow->slot->device();
+    landing = NewLanding(room);
+  }
+  if (staged && flow->self > 0) {
+    absl::Status status = FillStaged(bucket, landing.get(), patience);
+    if (!status.ok()) return status;
   }
   if (flow->group != nullptr) {
     absl::Status status = flow->group->Move({landing});
@@ -421,10 +441,10 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
   }
   if (flow->self == 0) {
     absl::Status status;
-    if (staged != nullptr) {
-      status = FillStaged(bucket, staged.get(), patience);
-    } else if (round->fetch) {
+    if (round->fetch) {
       status = FillFromStore(landing.get());
+    } else if (staged) {
+      status = FillStaged(bucket, landing.get(), patience);
     } else if (!in_store) {
       status = FillFromSource(bucket, landing.get(), patience);
     }
@@ -453,6 +473,13 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
         where = *std::move(location);
       } else {
         where = flow->slot->Location(layout_->bucket_bytes(bucket));
+        if (flow->slot->lost()) {
+          return MakeError(
+              absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
+              absl::StrCat("bucket ", bucket, " of update ", update_id_,
+                           " was in memory of a GPU of node ", context_.node,
+                           " whose device agent has ended"));
+        }
       }
       PassToWorkers(bucket, where);
     }
@@ -481,7 +508,9 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
     manifest = manifest_;
   }
   for (const auto& landing : flow->landings) {
-    if (landing->ready_frames() > 0) continue;
+    // Updates share nothing on a GPU, so there is seldom anything to find for
+    // it; and what travels between GPUs is as quick as what is read again.
+    if (landing->on_device() || landing->ready_frames() > 0) continue;
     const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
     auto said = manifest.find(bucket);
     if (said == manifest.end()) continue;
@@ -501,345 +530,6 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
       landing->MarkReady(frame, landing->ComputeDigest(frame));
     }
   }
-}
-
-// ---- The memory of this node's ranks ----
-
-absl::Status NodeUpdate::NoteSource(int32_t bucket,
-                                    const transport::Digest& digest,
-                                    const TensorDigests& tensors) {
-  absl::MutexLock lock(&mutex_);
-  source_tensors_.emplace(bucket, tensors);
-  auto known = source_digests_.emplace(bucket, digest);
-  woken_ = true;
-  if (known.second || known.first->second == digest) return absl::OkStatus();
-  return SourceChanged(
-      *layout_, layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank,
-      bucket, known.first->second, digest);
-}
-
-absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
-                                        absl::Duration patience) {
-  const int32_t rank =
-      layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank;
-  std::shared_ptr<const InPlaceSource> source;
-  {
-    absl::MutexLock lock(&mutex_);
-    auto there = [this, rank]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      return sources_.count(rank) > 0 || ended_;
-    };
-    mutex_.AwaitWithTimeout(absl::Condition(&there), patience);
-    if (ended_) return why_;
-    auto found = sources_.find(rank);
-    if (found == sources_.end()) {
-      return MakeError(
-          absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
-          absl::StrCat("rank ", rank, " of ", model(),
-                       " did not give its tensors to update ", update_id_,
-                       " within ", absl::FormatDuration(patience)));
-    }
-    source = found->second;
-  }
-  if (source->cancel->cancelled()) return source->cancel->status();
-  auto digest = PackSourceBucket(*layout_, rank, source->shards, landing,
-                                 context_.memory);
-  if (!digest.ok()) return digest.status();
-  if (source->cancel->cancelled()) return source->cancel->status();
-  TensorDigests tensors;
-  absl::Status added =
-      AddTensorDigests(*layout_, *landing, /*memory=*/nullptr, &tensors);
-  if (!added.ok()) return added;
-  return NoteSource(bucket, *digest, tensors);
-}
-
-absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
-    std::shared_ptr<const InPlaceSource> source, bool verify_source) {
-  const absl::Time begin = absl::Now();
-  const int32_t rank = source->rank;
-  const std::vector<int32_t> buckets = layout_->RankBuckets(rank);
-  {
-    absl::MutexLock lock(&mutex_);
-    if (ended_) return why_;
-    sources_[rank] = source;
-    ++snapshots_;
-    woken_ = true;
-  }
-  absl::StatusOr<SnapshotResult> result = [&] {
-    using Result = absl::StatusOr<SnapshotResult>;
-    auto stopped = [&]() -> absl::Status {
-      if (source->cancel->cancelled()) return source->cancel->status();
-      return cancel_.cancelled() ? cancel_.status() : absl::OkStatus();
-    };
-    auto read_again = [&](int32_t bucket) {
-      TensorDigests tensors;
-      auto digest = DigestSourceBucket(*layout_, rank, source->shards, bucket,
-                                       context_.memory, &tensors);
-      return digest.ok() ? NoteSource(bucket, *digest, tensors)
-                         : digest.status();
-    };
-    // The round says which of them pass through lanes.
-    std::set<int32_t> lanes;
-    bool stream = false;
-    while (true) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      absl::MutexLock lock(&mutex_);
-      mutex_.AwaitWithTimeout(absl::Condition(&knows_lanes_), kLook);
-      if (!knows_lanes_) continue;
-      lanes = lane_buckets_;
-      stream = stream_mode_;
-      break;
-    }
-    // What this node's workers need for a STAGE is packed into the store, where
-    // lanes find it.
-    for (int32_t bucket : buckets) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      if (stream ||
-          !std::binary_search(layout_->needed_buckets.begin(),
-                              layout_->needed_buckets.end(), bucket)) {
-        continue;
-      }
-      auto landing = Landings({bucket}, Use::kHost);
-      if (!landing.ok()) return Result(landing.status());
-      auto digest = PackSourceBucket(*layout_, rank, source->shards,
-                                     (*landing)[0].get(), context_.memory);
-      absl::Status status = digest.status();
-      if (digest.ok()) {
-        TensorDigests tensors;
-        status = AddTensorDigests(*layout_, *(*landing)[0], /*memory=*/nullptr,
-                                  &tensors);
-        if (status.ok()) status = NoteSource(bucket, *digest, tensors);
-      }
-      if (!status.ok()) {
-        (*landing)[0]->Fail(status);
-        return Result(status);
-      }
-    }
-    // The others are read when a lane or a worker comes to them; and by nobody
-    // when a new epoch has none for them.
-    while (true) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      int32_t unread = -1;
-      {
-        absl::MutexLock lock(&mutex_);
-        auto all = [this, &buckets]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-          for (int32_t bucket : buckets) {
-            if (source_digests_.count(bucket) == 0) return false;
-          }
-          return true;
-        };
-        if (all()) break;
-        for (int32_t bucket : buckets) {
-          if (source_digests_.count(bucket) == 0 &&
-              lane_buckets_.count(bucket) == 0) {
-            unread = bucket;
-          }
-        }
-        if (unread < 0) {
-          mutex_.AwaitWithTimeout(absl::Condition(&all), kLook);
-          continue;
-        }
-      }
-      absl::Status status = read_again(unread);
-      if (!status.ok()) return Result(status);
-    }
-    for (int32_t bucket : buckets) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      if (!verify_source) break;
-      absl::Status status = read_again(bucket);
-      if (!status.ok()) return Result(status);
-    }
-    SnapshotResult read;
-    absl::MutexLock lock(&mutex_);
-    for (int32_t bucket : buckets) {
-      v1::BucketDigest digest;
-      digest.set_bucket(bucket);
-      ToProto(source_digests_.at(bucket), digest.mutable_digest());
-      read.buckets.push_back(std::move(digest));
-      for (const auto& tensor : source_tensors_.at(bucket)) {
-        read.tensors[tensor.first] += tensor.second;
-      }
-    }
-    read.copy_duration = absl::Now() - begin;
-    return Result(std::move(read));
-  }();
-  absl::MutexLock lock(&mutex_);
-  --snapshots_;
-  woken_ = true;
-  return result;
-}
-
-absl::Status NodeUpdate::WaitReleased(const CancelFlag* cancel) {
-  absl::MutexLock lock(&mutex_);
-  ++snapshots_;
-  auto over = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return released_ || ended_;
-  };
-  while (!over() && !cancel->cancelled()) {
-    mutex_.AwaitWithTimeout(absl::Condition(&over), kLook);
-  }
-  --snapshots_;
-  woken_ = true;
-  if (released_ || (ended_ && committed_)) return absl::OkStatus();
-  return ended_ ? why_ : cancel->status();
-}
-
-void NodeUpdate::Release() {
-  absl::MutexLock lock(&mutex_);
-  released_ = true;
-}
-
-// ---- Workers that take part ----
-
-absl::Status NodeUpdate::BeginStream(Round* round,
-                                     const std::vector<int32_t>& alone,
-                                     absl::Duration patience) {
-  StreamStart start;
-  start.model = model();
-  start.update_id = update_id_;
-  start.version = version_;
-  start.step = round->command.step();
-  start.layout = layout_;
-  // Before its neighbours lose patience with this node.
-  start.bucket_timeout = patience / 2;
-  std::set<int32_t> ranks;
-  for (int32_t bucket : alone) {
-    if (!PacksIntoSlot(*round, 0, bucket)) continue;
-    start.direct_candidates.insert(bucket);
-    ranks.insert(
-        layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank);
-  }
-  auto state = std::make_shared<StreamState>();
-  {
-    absl::MutexLock lock(&mutex_);
-    auto there = [this, &ranks]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      for (int32_t rank : ranks) {
-        if (sources_.count(rank) == 0) return ended_;
-      }
-      return true;
-    };
-    mutex_.AwaitWithTimeout(absl::Condition(&there), patience);
-    if (ended_ || round->closed) return Closed(update_id_);
-    for (int32_t rank : ranks) {
-      auto found = sources_.find(rank);
-      if (found == sources_.end()) {
-        return MakeError(
-            absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
-            absl::StrCat("rank ", rank, " of ", model(),
-                         " did not give its tensors to update ", update_id_));
-      }
-      start.sources.push_back(found->second);
-    }
-    start.workers = round->stream_workers;
-    stream_ = state;
-  }
-  context_.sink->Begin(
-      std::move(start),
-      [state](absl::Status status, std::set<int32_t> direct) {
-        absl::MutexLock lock(&state->mutex);
-        state->status = std::move(status);
-        state->direct = std::move(direct);
-        state->begun = true;
-      },
-      [state](int32_t bucket, TensorDigests tensors) {
-        absl::MutexLock lock(&state->mutex);
-        state->reads.emplace_back(bucket, std::move(tensors));
-      },
-      [state] {
-        absl::MutexLock lock(&state->mutex);
-        state->direct_done = true;
-      });
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::set<int32_t>> NodeUpdate::AwaitStream(
-    absl::Duration patience) {
-  std::shared_ptr<StreamState> state;
-  {
-    absl::MutexLock lock(&mutex_);
-    auto known = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      return stream_ != nullptr || ended_;
-    };
-    mutex_.AwaitWithTimeout(absl::Condition(&known), patience);
-    if (ended_) return why_;
-    state = stream_;
-  }
-  if (state != nullptr) {
-    absl::MutexLock lock(&state->mutex);
-    state->mutex.AwaitWithTimeout(absl::Condition(&state->begun), patience);
-    if (state->begun) {
-      if (!state->status.ok()) return state->status;
-      return state->direct;
-    }
-  }
-  return MakeError(absl::StatusCode::kDeadlineExceeded, "STREAM_START_TIMEOUT",
-                   absl::StrCat("the workers of node ", context_.node,
-                                " could not be told of update ", update_id_,
-                                " within ", absl::FormatDuration(patience)));
-}
-
-absl::Status NodeUpdate::TakeDirectReads(const std::vector<int32_t>& buckets,
-                                         absl::Duration patience) {
-  std::shared_ptr<StreamState> state;
-  {
-    absl::MutexLock lock(&mutex_);
-    state = stream_;
-  }
-  size_t seen = 0;
-  while (true) {
-    std::vector<std::pair<int32_t, TensorDigests>> fresh;
-    bool done = false;
-    {
-      absl::MutexLock lock(&state->mutex);
-      auto news = [&]() ABSL_SHARED_LOCKS_REQUIRED(state->mutex) {
-        return state->reads.size() > seen || state->direct_done;
-      };
-      if (!state->mutex.AwaitWithTimeout(absl::Condition(&news), patience)) {
-        return MakeError(
-            absl::StatusCode::kDeadlineExceeded, "NO_PROGRESS",
-            absl::StrCat("the workers of node ", context_.node,
-                         " have read nothing of update ", update_id_, " for ",
-                         absl::FormatDuration(patience)));
-      }
-      fresh.assign(state->reads.begin() + static_cast<std::ptrdiff_t>(seen),
-                   state->reads.end());
-      seen = state->reads.size();
-      done = state->direct_done;
-    }
-    for (const auto& read : fresh) {
-      transport::Digest digest;
-      for (const auto& tensor : read.second) digest += tensor.second;
-      absl::Status status = NoteSource(read.first, digest, read.second);
-      if (!status.ok()) return status;
-      absl::MutexLock lock(&mutex_);
-      taken_.insert(read.first);
-      passed_[read.first] = digest;
-    }
-    if (done) break;
-  }
-  // A worker that left may have been the only one to read a bucket; the digest
-  // is still needed.
-  absl::MutexLock lock(&mutex_);
-  for (int32_t bucket : buckets) lane_buckets_.erase(bucket);
-  return absl::OkStatus();
-}
-
-void NodeUpdate::PassToWorkers(int32_t bucket, const v1::SlotLocation& where) {
-  struct Wait {
-    absl::Mutex mutex;
-    bool taken ABSL_GUARDED_BY(mutex) = false;
-  };
-  auto wait = std::make_shared<Wait>();
-  context_.sink->Pass(update_id_, bucket, where, [wait] {
-    absl::MutexLock lock(&wait->mutex);
-    wait->taken = true;
-  });
-  // In bounded time: the sink gives a worker up that does not take it.
-  absl::MutexLock lock(&wait->mutex);
-  wait->mutex.Await(absl::Condition(&wait->taken));
 }
 
 }  // namespace daemon
