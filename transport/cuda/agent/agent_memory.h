@@ -98,6 +98,10 @@ class AgentMemory final : public Memory {
   // (OTHER_DEVICE): what is packed lies elsewhere.
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
+  // Out of regions: each GPU's in one request, and through no slot.
+  absl::Status DigestEach(absl::Span<const CopyTask> tasks,
+                          const CopyOptions& options,
+                          absl::Span<Digest> digests) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
   // Not into GPU memory: INVALID_ARGUMENT (BAD_COPY).
