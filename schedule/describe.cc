@@ -460,9 +460,10 @@ std::string ExplainPaths(const PlanReport& report) {
   std::map<std::string, Way> ways;
   for (size_t i = 0; i < report.beside_sender.size(); ++i) {
     if (report.beside_sender[i] == 0) continue;
-    Way& way = ways[report.on_gpus.empty() ? "shared memory, or CUDA IPC from GPUs"
-                    : report.on_gpus[i]    ? "CUDA IPC and shared memory"
-                                           : "shared memory"];
+    Way& way =
+        ways[report.on_gpus.empty() ? "shared memory, or CUDA IPC from GPUs"
+             : report.on_gpus[i]    ? "CUDA IPC and shared memory"
+                                    : "shared memory"];
     way.workers += report.beside_sender[i];
     way.nodes.push_back(report.nodes[i]);
   }
@@ -474,13 +475,12 @@ std::string ExplainPaths(const PlanReport& report) {
     constexpr size_t kShown = 4;
     const std::vector<std::string> shown(
         way.nodes.begin(),
-        way.nodes.begin() + static_cast<std::ptrdiff_t>(
-                                std::min(kShown, way.nodes.size())));
-    absl::StrAppend(&text, between, way.workers,
-                    way.workers == 1 ? " worker" : " workers",
-                    " beside the sender by ", by, " (",
-                    absl::StrJoin(shown, ", "),
-                    way.nodes.size() > kShown ? ", ...)" : ")");
+        way.nodes.begin() +
+            static_cast<std::ptrdiff_t>(std::min(kShown, way.nodes.size())));
+    absl::StrAppend(
+        &text, between, way.workers, way.workers == 1 ? " worker" : " workers",
+        " beside the sender by ", by, " (", absl::StrJoin(shown, ", "),
+        way.nodes.size() > kShown ? ", ...)" : ")");
     between = ", ";
   }
   if (report.inner_groups > 0) {

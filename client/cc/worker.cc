@@ -752,9 +752,8 @@ class Worker::Impl {
         if (!here.ok()) return here;
       }
       transport::Digest digest;
-      const absl::Status copied =
-          memory_->get()->Copy(*tasks, transport::CopyOptions(),
-                               on_gpu ? nullptr : &digest);
+      const absl::Status copied = memory_->get()->Copy(
+          *tasks, transport::CopyOptions(), on_gpu ? nullptr : &digest);
       if (!copied.ok()) return copied;
       for (size_t i = 0; i < tasks->size(); ++i) {
         streaming_->bytes += (*tasks)[i].bytes();
@@ -782,11 +781,10 @@ class Worker::Impl {
     const std::string uuid = memory.device_uuid();
     for (const transport::CopyTask& task : tasks) {
       if (memory_->get()->DeviceOf(task.dst) == uuid) continue;
-      return ErrorStatus(
-          absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
-          absl::StrCat("The trainer's memory is on ", uuid,
-                       ", where not all of the tensors of ", Name(),
-                       " are; nothing was written."));
+      return ErrorStatus(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+                         absl::StrCat("The trainer's memory is on ", uuid,
+                                      ", where not all of the tensors of ",
+                                      Name(), " are; nothing was written."));
     }
     return absl::OkStatus();
   }

@@ -143,11 +143,10 @@ void WorkerStreams::Begin(
         return;
       }
       // A GPU is not waited for here.
-      node_.copies->Run(
-          [this, start, plans, told = std::move(told)]() mutable {
-            DigestDevices(start, plans.get());
-            node_.loop->Post(std::move(told));
-          });
+      node_.copies->Run([this, start, plans, told = std::move(told)]() mutable {
+        DigestDevices(start, plans.get());
+        node_.loop->Post(std::move(told));
+      });
     });
   });
 }

@@ -92,11 +92,11 @@ int main(int argc, char** argv) {
   }
   const double registering = demo::MonotonicSeconds();
   demo::ExitUnless((*trainer)->RegisterShards(shards).status());
-  std::fputs(absl::StrFormat("registered tensors=%d seconds=%.6f\n",
-                             shards.size(),
-                             demo::MonotonicSeconds() - registering)
-                 .c_str(),
-             stdout);
+  std::fputs(
+      absl::StrFormat("registered tensors=%d seconds=%.6f\n", shards.size(),
+                      demo::MonotonicSeconds() - registering)
+          .c_str(),
+      stdout);
   std::fflush(stdout);
   demo::ExitUnless(demo::WaitForReplicas(
       FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
@@ -113,9 +113,9 @@ int main(int argc, char** argv) {
     if (gpu != nullptr) demo::ExitUnless(gpu->Write(mirror.data()));
     if (!FLAGS_hashes.empty()) {
       demo::ExitUnless(demo::AppendTo(
-          FLAGS_hashes, demo::AllRankHashLines(
-                            *model, step, FLAGS_worker_counts, FLAGS_rank,
-                            all)));
+          FLAGS_hashes,
+          demo::AllRankHashLines(*model, step, FLAGS_worker_counts, FLAGS_rank,
+                                 all)));
     }
     client::PublishOptions publish;
     publish.step = step;

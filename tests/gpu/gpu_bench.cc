@@ -157,8 +157,7 @@ int Floors(int64_t bytes) {
     return 2;
   }
   const int64_t part = std::min<int64_t>(bytes, int64_t{1} << 30);
-  const double parts =
-      static_cast<double>(bytes) / static_cast<double>(part);
+  const double parts = static_cast<double>(bytes) / static_cast<double>(part);
   Bench bench;
   const auto from = bench.Allocate(part), to = bench.Allocate(part);
   bench.Pin(part);
@@ -186,9 +185,7 @@ int Run(bool smoke) {
   const auto to = bench.Allocate(bucket_bytes);
 
   // The floor: one copy of as many bytes inside the GPU.
-  const auto copy = [&] {
-    bench.Copy(from->data(), to->data(), bucket_bytes);
-  };
+  const auto copy = [&] { bench.Copy(from->data(), to->data(), bucket_bytes); };
   copy();
   const double d2d = Best(copy, times);
   Print("copy inside the GPU", d2d, d2d, 1);

@@ -65,9 +65,8 @@ int Importer() {
         continue;
       }
       ToParent(absl::StrCat(
-          "ok\n", next, "\n",
-          reinterpret_cast<uint64_t>((*segment)->data()), "\n",
-          (*segment)->bytes(), "\n", (*segment)->writable() ? 1 : 0, "\n",
+          "ok\n", next, "\n", reinterpret_cast<uint64_t>((*segment)->data()),
+          "\n", (*segment)->bytes(), "\n", (*segment)->writable() ? 1 : 0, "\n",
           (*segment)->generation_slots()));
       segments[next++] = *std::move(segment);
     } else if (words[0] == "generation") {
@@ -80,8 +79,8 @@ int Importer() {
       ToParent(process.Read(reinterpret_cast<const char*>(first),
                             static_cast<size_t>(second)));
     } else if (words[0] == "write") {
-      const std::string bytes = message.substr(
-          words[0].size() + words[1].size() + 2);
+      const std::string bytes =
+          message.substr(words[0].size() + words[1].size() + 2);
       process.Write(bytes, reinterpret_cast<char*>(first));
       ToParent("written");
     } else if (words[0] == "drop") {
@@ -111,14 +110,13 @@ class OtherProcess final : public Memory {
   void Withdraw(const MemoryTicket&) override {}
   absl::StatusOr<std::unique_ptr<Segment>> Import(const MemoryTicket& ticket,
                                                   absl::Duration) override {
-    const std::vector<std::string> said = absl::StrSplit(
-        Ask(absl::StrCat("import\n", Encode(ticket))), '\n');
+    const std::vector<std::string> said =
+        absl::StrSplit(Ask(absl::StrCat("import\n", Encode(ticket))), '\n');
     if (said[0] != "ok") {
-      return MakeError(said.size() == 3
-                           ? static_cast<absl::StatusCode>(Number(said[1]))
+      return MakeError(
+          said.size() == 3 ? static_cast<absl::StatusCode>(Number(said[1]))
                            : absl::StatusCode::kInternal,
-                       said.size() == 3 ? said[2] : "CHILD_ENDED",
-                       "in the other process");
+          said.size() == 3 ? said[2] : "CHILD_ENDED", "in the other process");
     }
     return std::unique_ptr<Segment>(std::make_unique<Imported>(this, said));
   }
@@ -130,9 +128,8 @@ class OtherProcess final : public Memory {
     return OnlyImports();
   }
   absl::Status Read(const char* from, absl::Span<char> to) override {
-    const std::string bytes =
-        Ask(absl::StrCat("read\n", reinterpret_cast<uint64_t>(from), "\n",
-                         to.size()));
+    const std::string bytes = Ask(absl::StrCat(
+        "read\n", reinterpret_cast<uint64_t>(from), "\n", to.size()));
     if (bytes.size() != to.size()) return absl::InternalError(bytes);
     memcpy(to.data(), bytes.data(), bytes.size());
     return absl::OkStatus();
@@ -162,12 +159,12 @@ class OtherProcess final : public Memory {
     bool writable() const override { return writable_; }
     int generation_slots() const override { return slots_; }
     uint64_t Generation(int slot) const override {
-      return static_cast<uint64_t>(Number(
-          process_->Ask(absl::StrCat("generation\n", id_, "\n", slot))));
+      return static_cast<uint64_t>(
+          Number(process_->Ask(absl::StrCat("generation\n", id_, "\n", slot))));
     }
     uint64_t AdvanceGeneration(int slot) override {
-      return static_cast<uint64_t>(Number(
-          process_->Ask(absl::StrCat("advance\n", id_, "\n", slot))));
+      return static_cast<uint64_t>(
+          Number(process_->Ask(absl::StrCat("advance\n", id_, "\n", slot))));
     }
 
    private:
@@ -229,7 +226,9 @@ INSTANTIATE_TEST_SUITE_P(
 
 }  // namespace
 
-int Play(const std::string& part) { return part == "importer" ? Importer() : 2; }
+int Play(const std::string& part) {
+  return part == "importer" ? Importer() : 2;
+}
 
 }  // namespace cuda
 }  // namespace transport

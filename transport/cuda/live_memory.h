@@ -22,12 +22,12 @@ namespace cuda {
 
 // Host memory, and of GPUs those ranges that were said. What is imported is
 // pinned, once, where there is a GPU; memory of the daemon or of a trainer on a
-// GPU of this process is opened by CUDA IPC, or used as it is where this process
-// made it. Copies to a GPU go by its copy engines. What
-// wants a digest as well, and what is only read for its digest, goes through a
-// pinned buffer, as the digest is computed by the CPU; and so does what goes to
-// or from host memory that is not pinned, which would otherwise hold its thread
-// up in the runtime without a deadline.
+// GPU of this process is opened by CUDA IPC, or used as it is where this
+// process made it. Copies to a GPU go by its copy engines. What wants a digest
+// as well, and what is only read for its digest, goes through a pinned buffer,
+// as the digest is computed by the CPU; and so does what goes to or from host
+// memory that is not pinned, which would otherwise hold its thread up in the
+// runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {

@@ -254,8 +254,7 @@ absl::Status AgentMemory::DigestEach(absl::Span<const CopyTask> tasks,
     const absl::StatusOr<uint64_t> epoch = AwaitEpoch(*gpu);
     if (!epoch.ok()) return epoch.status();
     for (size_t i = 0; i < work.tasks.size(); ++i) {
-      const absl::StatusOr<uint64_t> import =
-          work.regions[i]->ImportOf(*epoch);
+      const absl::StatusOr<uint64_t> import = work.regions[i]->ImportOf(*epoch);
       if (!import.ok()) return import.status();
       AgentPiece piece;
       piece.copy = tasks[work.tasks[i]];

@@ -297,12 +297,14 @@ TEST_F(AgentMemoryTest, DigestsOfEachTensorAreThoseOfTheSameBytes) {
   Trainer one(0), two(1);
   auto a = Open(one), b = Open(two);
   ASSERT_TRUE(a != nullptr && b != nullptr);
-  const std::string bytes = RandomBytes(kBytes, 5), other = RandomBytes(kBytes, 6);
+  const std::string bytes = RandomBytes(kBytes, 5),
+                    other = RandomBytes(kBytes, 6);
   const std::string here = RandomBytes(7000, 77);
   std::vector<CopyTask> tasks, same;
   const auto add = [&](const char* base, const char* copy, int64_t offset,
                        int64_t run) {
-    CopyTask task = Piece(0, base + offset, run, static_cast<uint32_t>(tasks.size())).copy;
+    CopyTask task =
+        Piece(0, base + offset, run, static_cast<uint32_t>(tasks.size())).copy;
     if (tasks.size() % 3 == 1) {
       task.run_bytes = run / 10;
       task.dims.push_back({5, run / 10, run / 10 + 32, 1000});
