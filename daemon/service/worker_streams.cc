@@ -217,6 +217,9 @@ void WorkerStreams::Told(
     const absl::Status status = Tell(member.first, stream, *plans);
     if (!status.ok()) failed.emplace_back(member.first, status);
   }
+  // A trainer that was released waits until nobody has its memory open, however
+  // long this stream's workers are remembered.
+  stream.start.sources.clear();
   started(plans->status, stream.direct);
   for (const auto& worker : failed) host_.GiveUp(worker.first, worker.second);
   found = streams_.find(update_id);

@@ -203,8 +203,12 @@ TEST_F(CudaMemoryTest, TwoAllocationsAtOneAddressAreTwo) {
   EXPECT_NE(*one, *two);
   EXPECT_NE((*one)->data, (*two)->data);
   EXPECT_EQ(daemon->imports()->size(), 2);
-  // The trainer's fault, as the driver would see it.
+  // The trainer's fault, as the driver would see it. The second it frees when
+  // that is closed.
   EXPECT_NE(gpu_sim::TakeFindings(), "");
+  one->reset();
+  two->reset();
+  EXPECT_TRUE(daemon->core()->Drain(absl::Seconds(5)));
 }
 
 TEST_F(CudaMemoryTest, AHandleFromAnotherNamespaceThatCannotBeOpened) {
