@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -171,7 +172,10 @@ v1::PlanResponse ToPlanResponse(const schedule::PlanReport& report,
   response.set_plan_digest(schedule::DigestString(report.plan_digest));
   const double seconds = absl::ToDoubleSeconds(duration);
   *response.mutable_plan_duration() = DurationProto(seconds);
-  response.set_explanation(schedule::ExplainPolicies(report));
+  std::string explanation = schedule::ExplainPolicies(report);
+  const std::string paths = schedule::ExplainPaths(report);
+  if (!paths.empty()) absl::StrAppend(&explanation, "\n", paths);
+  response.set_explanation(std::move(explanation));
   response.set_json(schedule::PlanJson(report, seconds));
   return response;
 }

@@ -13,6 +13,7 @@ namespace {
 using Json = nlohmann::json;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 v1::PlanSpec Spec() {
   v1::PlanSpec spec;
@@ -86,6 +87,19 @@ TEST(PlanOfSpecTest, PhasesBoundsAndChainsAreCarriedOver) {
               ElementsAre("trainer-0000", "inference-0000"));
   EXPECT_GT(response.groups(0).bytes(), 0);
   EXPECT_THAT(response.explanation(), HasSubstr("BROADCAST"));
+  // Engines have nodes of their own here: nothing is inside one.
+  EXPECT_THAT(response.explanation(), Not(HasSubstr("inside a node")));
+}
+
+TEST(PlanOfSpecTest, WhatTakesNoGroupIsInTheExplanation) {
+  auto report = PlanOfSpec(Spec());
+  ASSERT_TRUE(report.ok()) << report.status();
+  report->beside_sender.assign(report->nodes.size(), 0);
+  report->beside_sender[0] = 4;
+  EXPECT_THAT(ToPlanResponse(*report, absl::Seconds(1)).explanation(),
+              HasSubstr("\ninside a node, over no group: 4 workers beside the "
+                        "sender by shared memory, or CUDA IPC from GPUs "
+                        "(trainer-0000)"));
 }
 
 TEST(PlanOfSpecTest, ALinkRateIsInBits) {

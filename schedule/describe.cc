@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <set>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "nlohmann/json.hpp"
 #include "schedule/error.h"
 
@@ -257,6 +259,47 @@ std::vector<GroupReport> GroupsOf(const PolicyPlan& plan,
   return groups;
 }
 
+// Fills what is not sent over any group.
+void CountInside(const PolicyPlan& plan, const PlanCluster& cluster,
+                 PlanReport* report) {
+  report->beside_sender.assign(cluster.nodes.size(), 0);
+  std::map<std::pair<int, int>, int32_t> node_of;
+  for (size_t i = 0; i < cluster.worker_ids.size(); ++i) {
+    node_of[cluster.worker_ids[i]] = cluster.workers[i].node;
+  }
+  if (plan.policy == Policy::kPaired) {
+    for (const GroupReport& group : report->groups) {
+      int elsewhere = 0;
+      for (const std::pair<int, int>& target : group.targets) {
+        const int32_t node = node_of[target];
+        if (node == group.sender_node) {
+          ++report->beside_sender[static_cast<size_t>(node)];
+        } else {
+          ++elsewhere;
+        }
+      }
+      if (elsewhere == 0 && !group.targets.empty()) ++report->inner_groups;
+    }
+    return;
+  }
+  std::set<int32_t> senders;
+  for (const GroupReport& group : report->groups) {
+    senders.insert(group.sender_node);
+    bool inner = true;
+    for (int node : group.nodes) inner = inner && node == group.sender_node;
+    for (const std::pair<int, int>& target : group.targets) {
+      inner = inner && node_of[target] == group.sender_node;
+    }
+    if (inner) ++report->inner_groups;
+  }
+  // A bucket that nobody elsewhere needs has no flow at all.
+  for (int32_t node : cluster.rank_nodes) senders.insert(node);
+  for (const WorkerNeed& worker : cluster.workers) {
+    if (senders.count(worker.node) > 0)
+      ++report->beside_sender[static_cast<size_t>(worker.node)];
+  }
+}
+
 std::vector<int> SendersOf(const PolicyPlan& plan, const UpdateLayout& layout) {
   if (plan.policy == Policy::kPaired) return plan.paired.sender_ranks;
   if (plan.policy == Policy::kBroadcast) return plan.broadcast.head_ranks;
@@ -337,6 +380,7 @@ PlanReport ReportPlan(const Catalog& catalog, const PlanCluster& cluster,
   report.sender_ranks = SendersOf(chosen.plan, layout);
   report.groups = GroupsOf(chosen.plan, cluster);
   report.num_groups = static_cast<int>(report.groups.size());
+  CountInside(chosen.plan, cluster, &report);
   report.num_tensors = catalog.size();
   report.num_buckets = layout.bucket_count();
   report.bucket_bytes = layout.table->bucket_bytes;
@@ -404,6 +448,46 @@ std::string ExplainPolicies(const PlanReport& report) {
     if (weighed.status.ok()) continue;
     absl::StrAppend(&text, "; ", PolicyName(weighed.policy), " cannot be had (",
                     ReasonOf(weighed.status), "): ", weighed.status.message());
+  }
+  return text;
+}
+
+std::string ExplainPaths(const PlanReport& report) {
+  struct Way {
+    int workers = 0;
+    std::vector<std::string> nodes;
+  };
+  std::map<std::string, Way> ways;
+  for (size_t i = 0; i < report.beside_sender.size(); ++i) {
+    if (report.beside_sender[i] == 0) continue;
+    Way& way =
+        ways[report.on_gpus.empty() ? "shared memory, or CUDA IPC from GPUs"
+             : report.on_gpus[i]    ? "CUDA IPC and shared memory"
+                                    : "shared memory"];
+    way.workers += report.beside_sender[i];
+    way.nodes.push_back(report.nodes[i]);
+  }
+  if (ways.empty()) return "";
+  std::string text = "inside a node, over no group:";
+  const char* between = " ";
+  for (const auto& [by, way] : ways) {
+    // A hundred names help nobody.
+    constexpr size_t kShown = 4;
+    const std::vector<std::string> shown(
+        way.nodes.begin(),
+        way.nodes.begin() +
+            static_cast<std::ptrdiff_t>(std::min(kShown, way.nodes.size())));
+    absl::StrAppend(
+        &text, between, way.workers, way.workers == 1 ? " worker" : " workers",
+        " beside the sender by ", by, " (", absl::StrJoin(shown, ", "),
+        way.nodes.size() > kShown ? ", ...)" : ")");
+    between = ", ";
+  }
+  if (report.inner_groups > 0) {
+    absl::StrAppend(&text, "; ", report.inner_groups, " of ", report.num_groups,
+                    report.num_groups == 1 ? " group" : " groups",
+                    " would have nobody elsewhere, and ",
+                    report.inner_groups == 1 ? "is" : "are", " not made");
   }
   return text;
 }

@@ -93,7 +93,14 @@ struct PlanReport {
   uint64_t plan_digest = 0;
   std::vector<PolicyReport> policies;  // all that were weighed
   std::vector<std::string> nodes;      // names, by the numbers used above
-  std::vector<WorkerReport> workers;   // those asked for
+  // By node: workers beside the rank that sends to them. What it sends them
+  // goes over no group.
+  std::vector<int> beside_sender;
+  // Groups of which nobody is on another node: they are not made.
+  int inner_groups = 0;
+  // By node, where that is known: whether its daemon serves GPUs.
+  std::vector<bool> on_gpus;
+  std::vector<WorkerReport> workers;  // those asked for
 };
 
 // What is known of a plan. REQUIRES: `chosen` was made from the others.
@@ -115,6 +122,11 @@ std::string PlanJson(const PlanReport& report, double plan_seconds);
 // Why this policy: "AUTO: SHARDED 1.20 s, BROADCAST at least 1.18 s; PAIRED
 // cannot be had (TOO_FEW_TRAINERS): training_gpus is 4; ...".
 std::string ExplainPolicies(const PlanReport& report);
+
+// Who is reached without a group, and how: "inside a node, over no group: 2
+// workers beside the sender by shared memory (node-a); ...". Empty where groups
+// reach everybody.
+std::string ExplainPaths(const PlanReport& report);
 
 // 16 hexadecimal digits.
 std::string DigestString(uint64_t digest);

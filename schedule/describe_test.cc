@@ -129,6 +129,30 @@ TEST_F(DescribeTest, AutoGoesOnWithoutAPolicyThatCannotBe) {
   EXPECT_EQ(ReasonOf(DescribePlan(request_).status()), "TOO_FEW_TRAINERS");
 }
 
+TEST_F(DescribeTest, WhoNeedsNoGroupIsSaidAndHowItIsReached) {
+  // Described engines have nodes of their own.
+  PlanReport report = Describe();
+  EXPECT_EQ(ExplainPaths(report), "");
+  report = PlanReport();
+  report.nodes = {"a", "b", "c"};
+  report.beside_sender = {2, 0, 1};
+  report.num_groups = 3;
+  EXPECT_EQ(ExplainPaths(report),
+            "inside a node, over no group: 3 workers beside the sender by "
+            "shared memory, or CUDA IPC from GPUs (a, c)");
+  report.on_gpus = {true, true, false};
+  report.inner_groups = 1;
+  EXPECT_EQ(ExplainPaths(report),
+            "inside a node, over no group: 2 workers beside the sender by CUDA "
+            "IPC and shared memory (a), 1 worker beside the sender by shared "
+            "memory (c); 1 of 3 groups would have nobody elsewhere, and is not "
+            "made");
+  report.nodes.assign(100, "n");
+  report.beside_sender.assign(100, 1);
+  report.on_gpus.assign(100, false);
+  EXPECT_THAT(ExplainPaths(report), HasSubstr("(n, n, n, n, ...)"));
+}
+
 TEST_F(DescribeTest, LargePlansBoundWhatCannotWin) {
   request_.config.training_gpus = 64;
   request_.config.inference_replicas = 64;

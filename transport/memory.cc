@@ -20,6 +20,16 @@ absl::Status CheckGeneration(const Segment& source, int slot, uint64_t expected,
 
 }  // namespace
 
+absl::Status Memory::DigestEach(absl::Span<const CopyTask> tasks,
+                                const CopyOptions& options,
+                                absl::Span<Digest> digests) {
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    const absl::Status status = Copy({tasks[i]}, options, &digests[i]);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status GuardedApply(Memory* memory, const Segment& source, int slot,
                           uint64_t generation, absl::Span<const CopyTask> tasks,
                           const CopyOptions& options) {

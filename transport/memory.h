@@ -137,6 +137,13 @@ class Memory {
   virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
                             const CopyOptions& options, Digest* digest) = 0;
 
+  // As Copy, where only digests are asked for: the tasks have no destination,
+  // and the digest of each is added to the one of its index. One by one here;
+  // whoever asks another process does it at once.
+  virtual absl::Status DigestEach(absl::Span<const CopyTask> tasks,
+                                  const CopyOptions& options,
+                                  absl::Span<Digest> digests);
+
   // The GPU in whose memory an address of this process names bytes that nobody
   // can follow here: Copy, Pack, Read and Write take it. Empty: it is an
   // address as any other.

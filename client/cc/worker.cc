@@ -11,6 +11,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
@@ -24,6 +25,7 @@
 #include "client/cc/work_queue.h"
 #include "glog/logging.h"
 #include "transport/copy.h"
+#include "transport/cuda/segment_control.h"
 #include "weightsync/v1/replica.grpc.pb.h"
 
 namespace weightsync {
@@ -369,7 +371,9 @@ class Worker::Impl {
         if (!status.ok()) {
           LOG(ERROR) << Name() << " cannot map the store's arena "
                      << command.arena().arena_id() << ": " << status;
-          CloseDevice(command.arena().device_uuid(), status);
+          if (!absl::StartsWith(command.arena().arena_id(),
+                                transport::cuda::kClientArena))
+            CloseDevice(command.arena().device_uuid(), status);
         }
         break;
       }
@@ -763,9 +767,16 @@ class Worker::Impl {
           DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
                       apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
+      // Within a GPU copy engines copy, which compute nothing: the daemon's
+      // agent has the digest.
+      const bool on_gpu = memory->kind() == transport::MemoryKind::kCuda;
+      if (on_gpu) {
+        const absl::Status here = CheckDevice(*memory, *tasks);
+        if (!here.ok()) return here;
+      }
       transport::Digest digest;
-      const absl::Status copied =
-          memory_->get()->Copy(*tasks, transport::CopyOptions(), &digest);
+      const absl::Status copied = memory_->get()->Copy(
+          *tasks, transport::CopyOptions(), on_gpu ? nullptr : &digest);
       if (!copied.ok()) return copied;
       for (size_t i = 0; i < tasks->size(); ++i) {
         streaming_->bytes += (*tasks)[i].bytes();
@@ -775,13 +786,30 @@ class Worker::Impl {
               (*tasks)[i].bytes();
         }
       }
-      taken->mutable_digest()->set_lane0(digest.lanes[0]);
-      taken->mutable_digest()->set_lane1(digest.lanes[1]);
+      if (!on_gpu) {
+        taken->mutable_digest()->set_lane0(digest.lanes[0]);
+        taken->mutable_digest()->set_lane1(digest.lanes[1]);
+      }
       return options_.take ? HandOver(come, /*last=*/false) : absl::OkStatus();
     });
     if (status.ok() && last) streaming_->taken.insert(taken->bucket());
     if (!status.ok()) *taken->mutable_failure() = ToFailure(status);
     lease_.Write(stream, std::move(report));
+  }
+
+  // Nothing is copied between GPUs, or by way of host memory, in the time that
+  // an engine stands still: the daemon does that chunk by chunk.
+  absl::Status CheckDevice(const transport::Segment& memory,
+                           const std::vector<transport::CopyTask>& tasks) {
+    const std::string uuid = memory.device_uuid();
+    for (const transport::CopyTask& task : tasks) {
+      if (memory_->get()->DeviceOf(task.dst) == uuid) continue;
+      return ErrorStatus(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+                         absl::StrCat("The trainer's memory is on ", uuid,
+                                      ", where not all of the tensors of ",
+                                      Name(), " are; nothing was written."));
+    }
+    return absl::OkStatus();
   }
 
   void TakeBucket(const v1::StreamBucket& pass,

@@ -502,10 +502,8 @@ std::string RenderPlan(const std::string& title,
                     " groups in all; --json lists them\n");
   }
   absl::StrAppend(&out, "\nsnapshot, gather and transfer run at once; ",
-                  "pauses follow\ninside a node bytes go by shared memory and "
-                  "CUDA IPC, over no group\npolicies weighed: ",
-                  response.explanation(), "\nplan ", response.plan_digest(),
-                  ", made in ",
+                  "pauses follow\npolicies weighed: ", response.explanation(),
+                  "\nplan ", response.plan_digest(), ", made in ",
                   HumanDuration(FromProto(response.plan_duration())), "\n");
   return out;
 }

@@ -21,6 +21,7 @@ namespace {
 using Json = nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 class PlanTest : public ::testing::Test {
@@ -144,6 +145,19 @@ TEST_F(PlanTest, TheTableReadsAloudAndHasABarForEachPhase) {
   EXPECT_THAT(text, HasSubstr("trainer-0000 > inference-0000"));
   EXPECT_THAT(text, HasSubstr("policies weighed: AUTO: SHARDED 0."));
   EXPECT_THAT(text, HasSubstr("\nplan "));
+  // Nobody is beside a sender in a described cluster.
+  EXPECT_THAT(text, Not(HasSubstr("inside a node")));
+}
+
+TEST_F(PlanTest, WhatTakesNoGroupIsALineWhereThereIsAny) {
+  v1::PlanResponse response;
+  response.set_explanation(
+      "AUTO: SHARDED 1 s\ninside a node, over no group: 2 workers beside the "
+      "sender by shared memory (a)");
+  EXPECT_THAT(RenderPlan("a plan", response),
+              HasSubstr("\npolicies weighed: AUTO: SHARDED 1 s\ninside a node, "
+                        "over no group: 2 workers beside the sender by shared "
+                        "memory (a)\nplan "));
 }
 
 TEST_F(PlanTest, AReferenceConfigurationIsAccepted) {

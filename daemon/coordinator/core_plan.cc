@@ -172,6 +172,12 @@ absl::StatusOr<PlanInputs> CoordinatorCore::InputsOfPlan(
                           ? NextPolicy(model->second)
                           : request.policy());
   inputs.rates = rates_.rates();
+  for (const auto& node : nodes_) {
+    for (const v1::GpuUse& gpu : node.second.memory.gpus()) {
+      // Agents that are only for NCCL have no slots.
+      if (gpu.slot_count() > 0) inputs.gpu_nodes.insert(node.first);
+    }
+  }
   return inputs;
 }
 

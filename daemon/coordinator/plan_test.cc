@@ -134,6 +134,43 @@ class PlanTest : public ::testing::Test {
   v1::DefineLayout layout_;
 };
 
+TEST_F(PlanTest, APlanSaysWhoIsBesideItsSender) {
+  // r1 is on a node of ranks, the others are elsewhere.
+  for (const auto policy :
+       {v1::TRANSFER_POLICY_SHARDED, v1::TRANSFER_POLICY_BROADCAST}) {
+    const auto report = Plan(policy);
+    ASSERT_TRUE(report.ok()) << report.status();
+    EXPECT_EQ(schedule::ExplainPaths(*report),
+              "inside a node, over no group: 1 worker beside the sender by "
+              "shared memory (n1)");
+  }
+  // Under PAIRED it depends on whose target it is.
+  const auto paired = Plan(v1::TRANSFER_POLICY_PAIRED);
+  ASSERT_TRUE(paired.ok()) << paired.status();
+  int beside = 0, inner = 0;
+  for (const schedule::GroupReport& group : paired->groups) {
+    const std::string& from = paired->nodes[group.sender_node];
+    int here = 0;
+    for (const auto& target : group.targets)
+      here += target.first == 0 && from == "n1";  // r1 is the first
+    beside += here;
+    inner += here > 0 && here == static_cast<int>(group.targets.size());
+  }
+  int counted = 0;
+  for (const int workers : paired->beside_sender) counted += workers;
+  EXPECT_EQ(counted, beside);
+  EXPECT_EQ(paired->inner_groups, inner);
+  // A daemon that has opened GPU memory.
+  v1::NodeReport heartbeat;
+  heartbeat.mutable_heartbeat()->mutable_memory()->add_gpus()->set_slot_count(
+      3);
+  c_.Report("n1", heartbeat);
+  const auto report = Plan(v1::TRANSFER_POLICY_SHARDED);
+  ASSERT_TRUE(report.ok());
+  EXPECT_THAT(schedule::ExplainPaths(*report),
+              HasSubstr("by CUDA IPC and shared memory (n1)"));
+}
+
 TEST_F(PlanTest, AReplicaThatComesBackBringsItsLayoutBack) {
   Publish(v1::TRANSFER_POLICY_SHARDED);
   ExpectSound(Flows());

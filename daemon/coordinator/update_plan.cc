@@ -193,9 +193,13 @@ absl::StatusOr<schedule::PlanReport> PlanOf(const PlanInputs& inputs) {
   auto chosen = schedule::ChoosePlan(inputs.policy, cluster, known->layout.plan,
                                      inputs.rates);
   if (!chosen.ok()) return chosen.status();
-  return schedule::ReportPlan(known->layout.catalog, cluster,
-                              known->layout.plan, inputs.policy,
-                              *std::move(chosen));
+  schedule::PlanReport report =
+      schedule::ReportPlan(known->layout.catalog, cluster, known->layout.plan,
+                           inputs.policy, *std::move(chosen));
+  for (const std::string& node : report.nodes) {
+    report.on_gpus.push_back(inputs.gpu_nodes.count(node) > 0);
+  }
+  return report;
 }
 
 std::vector<v1::Flow> FlowsOfPlan(const KnownLayout& known,

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,8 @@ struct PlanInputs {
   std::shared_ptr<const KnownLayout> known;
   schedule::Policy policy = schedule::Policy::kAuto;
   schedule::Rates rates;
+  // Nodes with device agents at work.
+  std::set<std::string> gpu_nodes;
 };
 // Errors: those of MakeKnownLayout and schedule::ChoosePlan.
 absl::StatusOr<schedule::PlanReport> PlanOf(const PlanInputs& inputs);

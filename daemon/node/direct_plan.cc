@@ -1,5 +1,7 @@
 #include "daemon/node/direct_plan.h"
 
+#include <algorithm>
+
 #include "daemon/node/convert.h"
 #include "schedule/reshard.h"
 
@@ -21,7 +23,27 @@ bool IsOneStretch(const schedule::Param& param, const schedule::Box& box,
   return true;
 }
 
+// Host memory is in everybody's reach.
+bool Reaches(const std::vector<std::string>& reachable,
+             const std::string& device) {
+  return device.empty() || std::find(reachable.begin(), reachable.end(),
+                                     device) != reachable.end();
+}
+
 }  // namespace
+
+bool ReadsDevice(const std::vector<v1::DirectCopies>& copies,
+                 const InPlaceSource& source) {
+  return std::any_of(
+      copies.begin(), copies.end(), [&source](const v1::DirectCopies& part) {
+        const std::string& arena_id = part.memory().arena().arena_id();
+        return std::any_of(source.regions.begin(), source.regions.end(),
+                           [&arena_id](const SourceRegion& region) {
+                             return region.arena_id == arena_id &&
+                                    !region.device_uuid.empty();
+                           });
+      });
+}
 
 std::vector<int32_t> OrdinalsOf(const NodeLayout& layout,
                                 const WantedTensors& tensors) {
@@ -37,7 +59,7 @@ std::vector<int32_t> OrdinalsOf(const NodeLayout& layout,
 
 absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
     const NodeLayout& layout, int32_t bucket, const InPlaceSource& source,
-    const WantedTensors& tensors) {
+    const WantedTensors& tensors, const std::vector<std::string>& reachable) {
   const std::vector<int32_t> ordinals = OrdinalsOf(layout, tensors);
   std::vector<v1::DirectCopies> result;
   for (const schedule::Piece& piece :
@@ -64,7 +86,8 @@ absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
         break;
       }
     }
-    if (region == nullptr) return absl::nullopt;
+    if (region == nullptr || !Reaches(reachable, region->device_uuid))
+      return absl::nullopt;
 
     int wanted = -1;
     schedule::Box box;

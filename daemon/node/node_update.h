@@ -236,8 +236,10 @@ class NodeUpdate {
                            absl::Duration patience);
   // Until the workers know. The buckets that they read by themselves.
   absl::StatusOr<std::set<int32_t>> AwaitStream(absl::Duration patience);
+  // Adds to *unread what some worker could not read, and is to be passed.
   absl::Status TakeDirectReads(const std::vector<int32_t>& buckets,
-                               absl::Duration patience);
+                               absl::Duration patience,
+                               std::set<int32_t>* unread);
   void PassToWorkers(int32_t bucket, const v1::SlotLocation& where);
   void RunFlow(Round* round, FlowRun* flow);
   absl::Status RoundClosed() const;

@@ -398,10 +398,14 @@ absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
     absl::Status status = MoveBucket(round, flow, bucket, patience);
     if (!status.ok()) return status;
   }
-  if (flow->group == nullptr && !direct.empty()) {
-    return TakeDirectReads(flow->buckets, patience);
+  if (flow->group != nullptr || direct.empty()) return absl::OkStatus();
+  std::set<int32_t> unread;
+  absl::Status status = TakeDirectReads(flow->buckets, patience, &unread);
+  for (int32_t bucket : unread) {
+    if (!status.ok()) break;
+    status = MoveBucket(round, flow, bucket, patience);
   }
-  return absl::OkStatus();
+  return status;
 }
 
 absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,

@@ -99,7 +99,8 @@ absl::StatusOr<std::set<int32_t>> NodeUpdate::AwaitStream(
 }
 
 absl::Status NodeUpdate::TakeDirectReads(const std::vector<int32_t>& buckets,
-                                         absl::Duration patience) {
+                                         absl::Duration patience,
+                                         std::set<int32_t>* unread) {
   std::shared_ptr<StreamState> state;
   {
     absl::MutexLock lock(&mutex_);
@@ -127,12 +128,18 @@ absl::Status NodeUpdate::TakeDirectReads(const std::vector<int32_t>& buckets,
       done = state->direct_done;
     }
     for (const auto& read : fresh) {
+      if (read.second.empty()) {
+        absl::MutexLock lock(&mutex_);
+        unread->insert(read.first);
+        taken_.erase(read.first);
+        continue;
+      }
       transport::Digest digest;
       for (const auto& tensor : read.second) digest += tensor.second;
       absl::Status status = NoteSource(read.first, digest, read.second);
       if (!status.ok()) return status;
       absl::MutexLock lock(&mutex_);
-      taken_.insert(read.first);
+      if (unread->count(read.first) == 0) taken_.insert(read.first);
       passed_[read.first] = digest;
     }
     if (done) break;

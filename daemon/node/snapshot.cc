@@ -366,22 +366,25 @@ absl::StatusOr<transport::Digest> DigestSourceBucket(
     transport::Memory* memory, TensorDigests* tensors) {
   const ShardsOf shards_of = ByOrdinal(shards);
   transport::CopyOptions options;
-  transport::Digest sum;
-  const auto pieces = layout.plan.pieces(static_cast<uint32_t>(bucket));
-  for (size_t i = 0; i < pieces.size();) {
-    const uint32_t ordinal = pieces[i].ordinal;
-    std::vector<transport::CopyTask> tasks;
-    for (; i < pieces.size() && pieces[i].ordinal == ordinal; ++i) {
-      absl::Status status =
-          ComposePiece(layout, rank, shards_of, pieces[i],
-                       /*bucket=*/nullptr, &tasks, &options.guard_source);
-      if (!status.ok()) return status;
-    }
-    transport::Digest digest;
-    absl::Status status = memory->Copy(tasks, options, &digest);
+  std::vector<transport::CopyTask> tasks;
+  std::vector<uint32_t> ordinals;
+  for (const schedule::Piece& piece :
+       layout.plan.pieces(static_cast<uint32_t>(bucket))) {
+    absl::Status status =
+        ComposePiece(layout, rank, shards_of, piece,
+                     /*bucket=*/nullptr, &tasks, &options.guard_source);
     if (!status.ok()) return status;
-    (*tensors)[ordinal] += digest;
-    sum += digest;
+    ordinals.resize(tasks.size(), piece.ordinal);
+  }
+  // All at once: a GPU's agent is asked once, and not for each tensor.
+  std::vector<transport::Digest> digests(tasks.size());
+  absl::Status status =
+      memory->DigestEach(tasks, options, absl::MakeSpan(digests));
+  if (!status.ok()) return status;
+  transport::Digest sum;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    (*tensors)[ordinals[i]] += digests[i];
+    sum += digests[i];
   }
   return sum;
 }

@@ -57,6 +57,9 @@ struct SourceRegion {
   // Null and empty otherwise.
   std::shared_ptr<const transport::Segment> arena;
   std::string arena_id;
+  // Of an allocation of this GPU `arena` is only the control, by which workers
+  // with tensors there open it (transport/cuda/segment_control.h).
+  std::string device_uuid;
 };
 
 // What a rank registered, in the form that the snapshot reads, with the scales

@@ -59,8 +59,9 @@ class StreamSink {
   // `started` gets an error when some worker cannot be told what to do, and
   // otherwise those of the candidates that every worker copies straight from
   // the sources. `read` is called for each of these, for every worker that
-  // wants it, with the digests of what it read; `direct_done` when no more
-  // comes.
+  // wants it, with the digests of what it read; with none where that worker
+  // could not, which is to be passed the bucket then. `direct_done` is called
+  // when no more comes.
   virtual void Begin(
       StreamStart start,
       std::function<void(absl::Status, std::set<int32_t> direct)> started,

@@ -4,9 +4,12 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "daemon/service/node_context.h"
+#include "glog/logging.h"
 #include "proto/status.h"
 #include "transport/cuda/handle.h"
+#include "transport/cuda/segment_control.h"
 
 namespace weightsync {
 namespace daemon {
@@ -55,6 +58,26 @@ absl::StatusOr<DeviceHandle> HandleOf(int index,
   return handle;
 }
 
+std::shared_ptr<const DeviceShare> Share(transport::Memory* memory,
+                                         const DeviceHandle& handle) {
+  transport::AllocateOptions options;
+  options.name = "a trainer's GPU memory";
+  absl::StatusOr<std::unique_ptr<transport::Segment>> control =
+      memory->Allocate(sizeof(transport::cuda::SegmentControl), options);
+  if (!control.ok()) {
+    LOG(WARNING) << "workers cannot open memory of a trainer on "
+                 << handle.device_uuid << ": " << control.status();
+    return nullptr;
+  }
+  transport::cuda::WriteSegmentControl(handle, handle.bytes, control->get());
+  auto share = std::make_shared<DeviceShare>();
+  share->arena_id = absl::StrCat(transport::cuda::kClientArena, RandomId());
+  share->handle = handle.Encode();
+  share->device_uuid = handle.device_uuid;
+  share->control = *std::move(control);
+  return share;
+}
+
 }  // namespace
 
 bool HasDeviceMemory(const v1::RegisterShardsRequest& request) {
@@ -64,9 +87,9 @@ bool HasDeviceMemory(const v1::RegisterShardsRequest& request) {
                      });
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<const DeviceRegion>>>
-OpenDeviceMemory(transport::cuda::AgentMemory* devices, pid_t pid,
-                 const v1::RegisterShardsRequest& request) {
+absl::StatusOr<std::vector<OpenedRegion>> OpenDeviceMemory(
+    transport::cuda::AgentMemory* devices, pid_t pid,
+    const v1::RegisterShardsRequest& request) {
   if (devices == nullptr) {
     return ErrorStatus(
         absl::StatusCode::kUnimplemented, "MEMORY_KIND_DISABLED",
@@ -76,8 +99,7 @@ OpenDeviceMemory(transport::cuda::AgentMemory* devices, pid_t pid,
   }
   const transport::cuda::ProcessIdentity exporter =
       transport::cuda::IdentityOf(pid);
-  std::vector<std::shared_ptr<const DeviceRegion>> opened(
-      static_cast<size_t>(request.regions_size()));
+  std::vector<OpenedRegion> opened(static_cast<size_t>(request.regions_size()));
   for (int i = 0; i < request.regions_size(); ++i) {
     if (!request.regions(i).memory().has_cuda_ipc()) continue;
     absl::StatusOr<DeviceHandle> handle = HandleOf(i, request.regions(i));
@@ -86,9 +108,30 @@ OpenDeviceMemory(transport::cuda::AgentMemory* devices, pid_t pid,
     absl::StatusOr<std::shared_ptr<const DeviceRegion>> region =
         devices->Open(*handle);
     if (!region.ok()) return ApiStatus(region.status());
-    opened[static_cast<size_t>(i)] = *std::move(region);
+    OpenedRegion& to = opened[static_cast<size_t>(i)];
+    to.region = *std::move(region);
+    to.share = Share(devices, *handle);
   }
   return opened;
+}
+
+absl::Status AwaitSharesClosed(
+    const std::vector<std::shared_ptr<const DeviceShare>>& shares,
+    absl::Duration timeout) {
+  const absl::Time until = absl::Now() + timeout;
+  for (const auto& share : shares) {
+    while (!transport::cuda::SegmentControlIsClosed(*share->control)) {
+      if (absl::Now() >= until) {
+        return ErrorStatus(
+            absl::StatusCode::kDeadlineExceeded, "REGION_IN_USE",
+            absl::StrCat("workers still have GPU memory of a trainer open "
+                         "after ",
+                         absl::FormatDuration(timeout)));
+      }
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+  }
+  return absl::OkStatus();
 }
 
 v1::GpuUse ToProto(const DeviceReport& report) {
@@ -112,7 +155,8 @@ v1::GpuUse ToProto(const DeviceReport& report) {
   use.set_total_bytes(report.usage.total_bytes > 0 ? report.usage.total_bytes
                                                    : report.device.total_bytes);
   use.set_free_bytes(report.usage.free_bytes);
-  use.set_context_bytes(report.usage.scratch_bytes);
+  use.set_context_bytes(report.usage.context_bytes +
+                        report.usage.scratch_bytes);
   use.set_nccl_bytes(report.usage.nccl_bytes);
   use.set_slot_bytes(report.usage.slots_bytes);
   use.set_slot_count(report.slots);

@@ -6,11 +6,15 @@
 #include <sys/types.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "transport/cuda/agent/agent_memory.h"
 #include "transport/cuda/agent/device_agents.h"
+#include "transport/memory.h"
 #include "weightsync/v1/admin.pb.h"
 #include "weightsync/v1/trainer.pb.h"
 
@@ -19,6 +23,22 @@ namespace daemon {
 
 using DeviceRegion = transport::cuda::AgentMemory::Region;
 
+// An allocation of a trainer's, as workers on the same GPU may open it: by a
+// segment control (segment_control.h) that holds its handle, and that they lock
+// for as long as they have it open.
+struct DeviceShare {
+  std::string arena_id;  // what workers know it by
+  std::string handle;    // DeviceHandle, encoded
+  std::string device_uuid;
+  std::shared_ptr<transport::Segment> control;
+};
+
+struct OpenedRegion {
+  std::shared_ptr<const DeviceRegion> region;
+  // Null where there was no room for a control: nobody opens it then.
+  std::shared_ptr<const DeviceShare> share;
+};
+
 bool HasDeviceMemory(const v1::RegisterShardsRequest& request);
 
 // Opens the allocations that the regions of `request` name; null for regions of
@@ -26,9 +46,15 @@ bool HasDeviceMemory(const v1::RegisterShardsRequest& request);
 // device agent takes to start; not for the loop.
 //   UNIMPLEMENTED (MEMORY_KIND_DISABLED): `devices` is null.
 //   INVALID_ARGUMENT (HANDLE_MALFORMED); the errors of AgentMemory::Open.
-absl::StatusOr<std::vector<std::shared_ptr<const DeviceRegion>>>
-OpenDeviceMemory(transport::cuda::AgentMemory* devices, pid_t pid,
-                 const v1::RegisterShardsRequest& request);
+absl::StatusOr<std::vector<OpenedRegion>> OpenDeviceMemory(
+    transport::cuda::AgentMemory* devices, pid_t pid,
+    const v1::RegisterShardsRequest& request);
+
+// Until no worker has any of `shares` open, which are retired, so that their
+// owner may free them. DEADLINE_EXCEEDED (REGION_IN_USE).
+absl::Status AwaitSharesClosed(
+    const std::vector<std::shared_ptr<const DeviceShare>>& shares,
+    absl::Duration timeout);
 
 v1::GpuUse ToProto(const transport::cuda::DeviceReport& report);
 

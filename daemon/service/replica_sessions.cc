@@ -8,6 +8,7 @@
 #include "daemon/service/validate.h"
 #include "glog/logging.h"
 #include "proto/status.h"
+#include "transport/cuda/segment_control.h"
 
 namespace weightsync {
 namespace daemon {
@@ -954,6 +955,10 @@ const WantedTensors* ReplicaSessions::TensorsOf(uint64_t worker) {
   return &FindWorker(worker)->registration.tensors();
 }
 
+std::vector<std::string> ReplicaSessions::ReachableBy(uint64_t worker) {
+  return ReachableFrom(*FindWorker(worker));
+}
+
 std::string ReplicaSessions::NameOf(uint64_t worker) {
   const Worker* found = FindWorker(worker);
   return found == nullptr ? "a worker that has left" : found->Name();
@@ -985,14 +990,23 @@ absl::Status ReplicaSessions::OfferStore(uint64_t worker,
 }
 
 absl::Status ReplicaSessions::OfferMemory(uint64_t worker,
-                                          const std::string& arena_id,
-                                          const transport::Segment& arena) {
+                                          const SourceRegion& region) {
   Worker* found = FindWorker(worker);
   if (found == nullptr) return NotHere("WORKER_LOST", "the worker");
-  if (found->offers.Has(arena_id)) return absl::OkStatus();
-  absl::StatusOr<v1::ArenaOffer> offer = found->offers.Make(
-      node_.memory, arena_id, arena, found->process, /*read_only=*/true);
+  if (found->offers.Has(region.arena_id)) return absl::OkStatus();
+  const bool on_device = !region.device_uuid.empty();
+  // Nobody would tell it to close this again; it is passed what lies there.
+  if (on_device && transport::cuda::SegmentControlIsRetired(*region.arena))
+    return absl::OkStatus();
+  absl::StatusOr<v1::ArenaOffer> offer =
+      found->offers.Make(node_.memory, region.arena_id, *region.arena,
+                         found->process, /*read_only=*/true);
   if (!offer.ok()) return offer.status();
+  if (on_device) {
+    offer->set_device_uuid(region.device_uuid);
+    offer->set_data_offset_bytes(0);
+    offer->set_size_bytes(region.size_bytes);
+  }
   v1::WorkerCommand command;
   *command.mutable_arena() = *std::move(offer);
   found->stream->Write(std::move(command));

@@ -180,13 +180,14 @@ class ReplicaSessions : private WorkerStreams::Host {
   uint64_t FindStreamWorker(const std::string& model,
                             const v1::StreamWorker& worker) override;
   const WantedTensors* TensorsOf(uint64_t worker) override;
+  std::vector<std::string> ReachableBy(uint64_t worker) override;
   std::string NameOf(uint64_t worker) override;
   void Send(uint64_t worker, v1::WorkerCommand command) override;
   void SendPlan(uint64_t worker, const v1::CopyPlan& plan) override;
   absl::Status OfferStore(uint64_t worker,
                           const std::string& arena_id) override;
-  absl::Status OfferMemory(uint64_t worker, const std::string& arena_id,
-                           const transport::Segment& arena) override;
+  absl::Status OfferMemory(uint64_t worker,
+                           const SourceRegion& region) override;
   void GiveUp(uint64_t worker, const absl::Status& why) override;
   void EndApply(Worker* worker);
   void ReportApplyFailure(const v1::ApplyWorker& command,

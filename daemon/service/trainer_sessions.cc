@@ -1,5 +1,6 @@
 #include "daemon/service/trainer_sessions.h"
 
+#include <algorithm>
 #include <fstream>
 #include <string>
 #include <utility>
@@ -10,13 +11,15 @@
 #include "daemon/service/validate.h"
 #include "glog/logging.h"
 #include "proto/status.h"
+#include "transport/cuda/segment_control.h"
 #include "transport/host/foreign_memory.h"
 
 namespace weightsync {
 namespace daemon {
 namespace {
 
-// For device agents to close GPU memory that a trainer wants to free.
+// For device agents and workers to close GPU memory that a trainer wants to
+// free.
 constexpr absl::Duration kCloseDeadline = absl::Seconds(5);
 
 absl::Status SessionUnknown() {
@@ -52,10 +55,13 @@ absl::Status MayName(pid_t process, const transport::UniqueFd& fd,
 }
 
 // Not on the loop.
-void AwaitClosed(const NodeContext& node,
-                 std::vector<std::weak_ptr<const DeviceRegion>> devices) {
-  const absl::Status status =
-      node.devices->AwaitClosed(std::move(devices), kCloseDeadline);
+void AwaitClosed(
+    const NodeContext& node,
+    std::vector<std::weak_ptr<const DeviceRegion>> devices,
+    const std::vector<std::shared_ptr<const DeviceShare>>& shares) {
+  absl::Status status = AwaitSharesClosed(shares, kCloseDeadline);
+  LOG_IF(WARNING, !status.ok()) << status;
+  status = node.devices->AwaitClosed(std::move(devices), kCloseDeadline);
   LOG_IF(WARNING, !status.ok()) << status;
 }
 
@@ -236,17 +242,22 @@ void TrainerSessions::End(uint64_t id, const absl::Status& why) {
   // Giving gigabytes back takes its time; the client hears that it is over when
   // they are free.
   std::vector<std::weak_ptr<const DeviceRegion>> devices;
-  if (session->registration != nullptr)
+  std::vector<std::shared_ptr<const DeviceShare>> shares;
+  if (session->registration != nullptr) {
     devices = session->registration->devices;
+    shares = session->registration->shares;
+  }
+  Retire(shares);
   const bool on_devices = !devices.empty();
   auto give_back = [loop = node_.loop, node = &node_,
-                    session = std::move(session), devices, why]() mutable {
+                    session = std::move(session), devices, shares,
+                    why]() mutable {
     // Before the client is told: nothing of it is left to be taken then.
     session->offers.TakeBackAll();
     session->arenas.clear();
     session->registration = nullptr;
     // GPU memory must not be freed while somebody has it open.
-    if (!devices.empty()) AwaitClosed(*node, std::move(devices));
+    if (!devices.empty()) AwaitClosed(*node, std::move(devices), shares);
     loop->Post([node, session = std::move(session), why] {
       EndStream(*node, *session, why);
     });
@@ -338,7 +349,8 @@ absl::Status TrainerSessions::AddForeign(pid_t process,
   if (!mapped.ok()) return mapped.status();
   std::shared_ptr<transport::ForeignMemory> memory = *std::move(mapped);
   registration->regions.push_back({memory->data(), bytes, !memory->sealed(),
-                                   /*arena=*/nullptr, /*arena_id=*/""});
+                                   /*arena=*/nullptr, /*arena_id=*/"",
+                                   /*device_uuid=*/""});
   registration->memory.push_back(memory);
   return absl::OkStatus();
 }
@@ -369,7 +381,8 @@ TrainerSessions::Resolve(const Session& session,
         }
         registration->regions.push_back({arena->second->data(),
                                          region.size_bytes(), /*guard=*/false,
-                                         arena->second, arena->first});
+                                         arena->second, arena->first,
+                                         /*device_uuid=*/""});
         registration->memory.push_back(arena->second);
         break;
       }
@@ -401,10 +414,24 @@ TrainerSessions::Resolve(const Session& session,
         break;
       }
       case v1::MemoryHandle::kCudaIpc: {
-        const std::shared_ptr<const DeviceRegion>& device = devices[index];
-        registration->regions.push_back({device->data(), region.size_bytes(),
-                                         /*guard=*/false,
-                                         /*arena=*/nullptr, /*arena_id=*/""});
+        const auto& [device, made] = devices[index];
+        // What workers have open already stays open, where it is the same.
+        std::shared_ptr<const DeviceShare> share = made;
+        if (share != nullptr && session.registration != nullptr) {
+          for (const auto& before : session.registration->shares) {
+            if (before->handle == share->handle) share = before;
+          }
+        }
+        SourceRegion source;
+        source.data = device->data();
+        source.size_bytes = region.size_bytes();
+        if (share != nullptr) {
+          source.arena = share->control;
+          source.arena_id = share->arena_id;
+          source.device_uuid = share->device_uuid;
+          registration->shares.push_back(share);
+        }
+        registration->regions.push_back(std::move(source));
         registration->memory.push_back(device);
         registration->devices.push_back(device);
         break;
@@ -511,6 +538,14 @@ void TrainerSessions::Register(
       });
 }
 
+void TrainerSessions::Retire(
+    const std::vector<std::shared_ptr<const DeviceShare>>& shares) {
+  for (const auto& share : shares) {
+    transport::cuda::RetireSegmentControl(share->control.get());
+    arena_gone_(share->arena_id);
+  }
+}
+
 void TrainerSessions::Place(const Session& session,
                             const Registration* registration) {
   if (node_.placement == nullptr) return;
@@ -545,8 +580,17 @@ void TrainerSessions::Registered(
     return;
   }
   std::vector<std::weak_ptr<const DeviceRegion>> before;
-  if (session->registration != nullptr) before = session->registration->devices;
+  std::vector<std::shared_ptr<const DeviceShare>> gone;
+  if (session->registration != nullptr) {
+    before = session->registration->devices;
+    for (const auto& share : session->registration->shares) {
+      if (std::find(registration->shares.begin(), registration->shares.end(),
+                    share) == registration->shares.end())
+        gone.push_back(share);
+    }
+  }
   session->registration = std::move(registration);
+  Retire(gone);
   answer->response()->set_registered_rank_count(
       reply.rank_accepted().registered_rank_count());
   answer->response()->set_world_size(reply.rank_accepted().world_size());
@@ -556,8 +600,8 @@ void TrainerSessions::Registered(
     return;
   }
   // The trainer may free what it had registered before when it hears of this.
-  node_.copies->Run([this, before, answer] {
-    AwaitClosed(node_, before);
+  node_.copies->Run([this, before, gone, answer] {
+    AwaitClosed(node_, before, gone);
     node_.loop->Post([answer] { answer->Finish(absl::OkStatus()); });
   });
 }

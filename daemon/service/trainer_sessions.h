@@ -72,7 +72,8 @@ class TrainerSessions {
 
   int64_t arena_bytes() const { return arena_bytes_; }
 
-  // Told when an arena of a trainer goes that workers may have mapped.
+  // Told when an arena of a trainer goes, or an allocation on a GPU, that
+  // workers may have open.
   void OnArenaGone(std::function<void(const std::string& arena_id)> gone) {
     arena_gone_ = std::move(gone);
   }
@@ -87,8 +88,9 @@ class TrainerSessions {
     // As the coordinator is told.
     v1::RankShards report;
     int64_t bytes = 0;
-    // Those of `memory` that device agents have open.
+    // Those of `memory` that device agents have open; and how workers may.
     std::vector<std::weak_ptr<const DeviceRegion>> devices;
+    std::vector<std::shared_ptr<const DeviceShare>> shares;
   };
 
   struct Session : Lease<v1::TrainerHeartbeat, v1::TrainerEvent> {
@@ -123,14 +125,16 @@ class TrainerSessions {
                                  absl::StatusOr<transport::UniqueFd> fd,
                                  const std::string& name, int64_t bytes,
                                  Registration* registration);
-  // Allocations on GPUs, by region; null for regions of other kinds.
-  using DeviceRegions = std::vector<std::shared_ptr<const DeviceRegion>>;
+  // Allocations on GPUs, by region; nulls for regions of other kinds.
+  using DeviceRegions = std::vector<OpenedRegion>;
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(
       const Session& session, const v1::RegisterShardsRequest& request,
       const DeviceRegions& devices);
   void Register(Session* session, const v1::RegisterShardsRequest& request,
                 const DeviceRegions& devices,
                 std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
+  // Has workers close what they opened by these, and nobody open it again.
+  void Retire(const std::vector<std::shared_ptr<const DeviceShare>>& shares);
   // Says where buckets of the rank shall lie; null: it has no shards any more.
   void Place(const Session& session, const Registration* registration);
   // The coordinator's answer to RegisterShards.

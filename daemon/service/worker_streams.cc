@@ -1,11 +1,13 @@
 #include "daemon/service/worker_streams.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "daemon/node/convert.h"
 #include "daemon/node/direct_plan.h"
+#include "daemon/node/snapshot.h"
 #include "daemon/service/proto_time.h"
 #include "glog/logging.h"
 #include "proto/status.h"
@@ -21,8 +23,12 @@ struct WorkerStreams::Plans {
   };
   absl::Status status;
   std::map<uint64_t, WantedTensors> tensors;
+  std::map<uint64_t, std::vector<std::string>> reachable;
+  std::map<uint64_t, std::set<std::string>> unreadable;
   std::map<uint64_t, Worker> workers;
   std::set<int32_t> direct;
+  std::set<int32_t> on_device;
+  std::map<int32_t, TensorDigests> device_digests;
 };
 
 // ---- The sink ----
@@ -46,6 +52,12 @@ void WorkerStreams::Begin(
       for (const auto& digest : stream.read_digests) {
         if (stream.read) stream.read(digest.first, digest.second);
       }
+      for (const auto& member : stream.members) {
+        for (int32_t bucket : member.second.returned) {
+          if (member.second.taken.count(bucket) == 0)
+            stream.read(bucket, TensorDigests());
+        }
+      }
       Settle(&stream);
       return;
     }
@@ -62,6 +74,10 @@ void WorkerStreams::Begin(
         continue;
       }
       plans->tensors[id] = *host_.TensorsOf(id);
+      plans->reachable[id] = host_.ReachableBy(id);
+      auto unreadable = unreadable_.find(id);
+      if (unreadable != unreadable_.end())
+        plans->unreadable[id] = unreadable->second;
       stream.members[id];
     }
     stream.start = std::move(start);
@@ -84,6 +100,7 @@ void WorkerStreams::Begin(
                 .source_rank;
         std::map<uint64_t, std::vector<v1::DirectCopies>> copies;
         bool all = true;
+        bool on_device = false;
         for (const auto& worker : plans->tensors) {
           bool wants = false;
           for (int32_t b : BucketsOf(*plans->workers[worker.first].plan)) {
@@ -93,24 +110,78 @@ void WorkerStreams::Begin(
           for (const auto& source : start.sources) {
             if (source->rank != rank) continue;
             auto made =
-                MakeDirectCopies(*start.layout, bucket, *source, worker.second);
-            if (made.has_value()) copies[worker.first] = *std::move(made);
+                MakeDirectCopies(*start.layout, bucket, *source, worker.second,
+                                 plans->reachable[worker.first]);
+            const auto& not_from = plans->unreadable[worker.first];
+            if (!made.has_value() ||
+                std::any_of(made->begin(), made->end(),
+                            [&not_from](const v1::DirectCopies& part) {
+                              return not_from.count(
+                                         part.memory().arena().arena_id()) > 0;
+                            })) {
+              continue;
+            }
+            on_device = on_device || ReadsDevice(*made, *source);
+            copies[worker.first] = *std::move(made);
           }
           all = all && copies.count(worker.first) > 0;
         }
         if (!all || copies.empty()) continue;
         plans->direct.insert(bucket);
+        if (on_device) plans->on_device.insert(bucket);
         for (auto& worker : copies) {
           auto& to = plans->workers[worker.first].direct;
           to.insert(to.end(), worker.second.begin(), worker.second.end());
         }
       }
-      node_.loop->Post([this, update_id = start.update_id, plans,
-                        started = std::move(started)]() mutable {
+      auto told = [this, update_id = start.update_id, plans,
+                   started = std::move(started)]() mutable {
         Told(update_id, plans, std::move(started));
+      };
+      if (plans->on_device.empty()) {
+        node_.loop->Post(std::move(told));
+        return;
+      }
+      // A GPU is not waited for here.
+      node_.copies->Run([this, start, plans, told = std::move(told)]() mutable {
+        DigestDevices(start, plans.get());
+        node_.loop->Post(std::move(told));
       });
     });
   });
+}
+
+void WorkerStreams::DigestDevices(const StreamStart& start, Plans* plans) {
+  for (int32_t bucket : plans->on_device) {
+    const int32_t rank =
+        start.layout->plan.bucket(static_cast<uint32_t>(bucket)).source_rank;
+    absl::Status status;
+    TensorDigests tensors;
+    for (const auto& source : start.sources) {
+      if (source->rank != rank) continue;
+      status = source->cancel->cancelled()
+                   ? source->cancel->status()
+                   : DigestSourceBucket(*start.layout, rank, source->shards,
+                                        bucket, node_.memory, &tensors)
+                         .status();
+    }
+    if (status.ok()) {
+      plans->device_digests[bucket] = std::move(tensors);
+      continue;
+    }
+    // Who packs it, then, says what becomes of the update.
+    LOG(WARNING) << "bucket " << bucket << " of update " << start.update_id
+                 << " goes by way of a slot: " << status;
+    plans->direct.erase(bucket);
+    for (auto& worker : plans->workers) {
+      auto& direct = worker.second.direct;
+      direct.erase(std::remove_if(direct.begin(), direct.end(),
+                                  [bucket](const v1::DirectCopies& copies) {
+                                    return copies.bucket() == bucket;
+                                  }),
+                   direct.end());
+    }
+  }
 }
 
 void WorkerStreams::Told(
@@ -126,6 +197,11 @@ void WorkerStreams::Told(
   Stream& stream = found->second;
   stream.begun = true;
   stream.direct = plans->direct;
+  stream.device_digests = plans->device_digests;
+  LOG_IF(INFO, !stream.direct.empty())
+      << "workers here copy " << stream.direct.size() << " buckets of update "
+      << update_id << " straight out of trainers' memory, "
+      << stream.device_digests.size() << " of them within a GPU";
   std::vector<std::pair<uint64_t, absl::Status>> failed;
   for (auto& member : stream.members) {
     if (!plans->status.ok()) break;
@@ -135,11 +211,15 @@ void WorkerStreams::Told(
     }
     for (const v1::DirectCopies& copies : worker.direct) {
       member.second.parts[copies.bucket()].push_back(
-          worker.ordinals[static_cast<size_t>(copies.copies(0).tensor())]);
+          {worker.ordinals[static_cast<size_t>(copies.copies(0).tensor())],
+           copies.memory().arena().arena_id()});
     }
     const absl::Status status = Tell(member.first, stream, *plans);
     if (!status.ok()) failed.emplace_back(member.first, status);
   }
+  // A trainer that was released waits until nobody has its memory open, however
+  // long this stream's workers are remembered.
+  stream.start.sources.clear();
   started(plans->status, stream.direct);
   for (const auto& worker : failed) host_.GiveUp(worker.first, worker.second);
   found = streams_.find(update_id);
@@ -166,8 +246,7 @@ absl::Status WorkerStreams::Tell(uint64_t worker, const Stream& stream,
     for (const auto& source : stream.start.sources) {
       for (const SourceRegion& region : source->regions) {
         if (region.arena == nullptr || region.arena_id != arena_id) continue;
-        const absl::Status status =
-            host_.OfferMemory(worker, arena_id, *region.arena);
+        const absl::Status status = host_.OfferMemory(worker, region);
         if (!status.ok()) return status;
       }
     }
@@ -292,26 +371,49 @@ void WorkerStreams::Taken(uint64_t worker, const v1::StreamBucketTaken& taken) {
   Stream& stream = found->second;
   auto member = stream.members.find(worker);
   if (member == stream.members.end()) return;
-  if (taken.has_failure()) {
+  const auto give_up = [&] {
     const absl::Status why = FromFailure(taken.failure());
     LOG(WARNING) << host_.NameOf(worker) << " could not take bucket "
                  << taken.bucket() << " of update " << taken.update_id() << ": "
                  << why;
     host_.GiveUp(worker, why);
-    return;
-  }
-  auto parts = member->second.parts.find(taken.bucket());
-  if (parts != member->second.parts.end()) {
-    // One answer for each part, in their order.
+  };
+  Member& reader = member->second;
+  auto parts = reader.parts.find(taken.bucket());
+  // One answer for each part, in their order; what comes behind them is of a
+  // slot.
+  if (parts != reader.parts.end() &&
+      reader.parts_taken[taken.bucket()] < parts->second.size()) {
+    const auto device = stream.device_digests.find(taken.bucket());
+    const bool on_device = device != stream.device_digests.end();
+    if (taken.has_failure() && !on_device) {
+      give_up();
+      return;
+    }
     WatchDirect(taken.update_id());
-    size_t& count = member->second.parts_taken[taken.bucket()];
-    if (count >= parts->second.size()) return;
-    TensorDigests& digests = member->second.digests[taken.bucket()];
-    digests[static_cast<uint32_t>(parts->second[count])] +=
-        FromProto(taken.digest());
+    if (taken.has_failure() && reader.returned.insert(taken.bucket()).second) {
+      LOG(WARNING) << host_.NameOf(worker) << " is passed bucket "
+                   << taken.bucket() << " of update " << taken.update_id()
+                   << ", which it cannot copy out of the trainer's GPU memory: "
+                   << FromFailure(taken.failure());
+    }
+    size_t& count = reader.parts_taken[taken.bucket()];
+    TensorDigests& digests = reader.digests[taken.bucket()];
+    const Member::Part& part = parts->second[count];
+    digests[static_cast<uint32_t>(part.ordinal)] += FromProto(taken.digest());
+    if (taken.has_failure()) unreadable_[worker].insert(part.arena_id);
     if (++count < parts->second.size()) return;
-    stream.read_digests[taken.bucket()] = digests;
-    if (stream.read) stream.read(taken.bucket(), digests);
+    if (reader.returned.count(taken.bucket()) > 0) {
+      if (stream.read) stream.read(taken.bucket(), TensorDigests());
+      Settle(&stream);
+      return;
+    }
+    const TensorDigests& read = on_device ? device->second : digests;
+    stream.read_digests[taken.bucket()] = read;
+    if (stream.read) stream.read(taken.bucket(), read);
+  } else if (taken.has_failure()) {
+    give_up();
+    return;
   }
   member->second.taken.insert(taken.bucket());
   auto passing = stream.passing.find(taken.bucket());
@@ -320,6 +422,7 @@ void WorkerStreams::Taken(uint64_t worker, const v1::StreamBucketTaken& taken) {
 }
 
 void WorkerStreams::Left(uint64_t worker) {
+  unreadable_.erase(worker);
   for (auto& stream : streams_) {
     stream.second.members.erase(worker);
     for (auto& passing : stream.second.passing) {
@@ -362,7 +465,8 @@ int64_t WorkerStreams::VersionOf(uint64_t worker,
 bool WorkerStreams::DirectWaits(const Stream& stream, uint64_t worker) const {
   const Member& member = stream.members.at(worker);
   for (int32_t bucket : stream.direct) {
-    if (member.wants.count(bucket) > 0 && member.taken.count(bucket) == 0) {
+    if (member.wants.count(bucket) > 0 && member.taken.count(bucket) == 0 &&
+        member.returned.count(bucket) == 0) {
       return true;
     }
   }

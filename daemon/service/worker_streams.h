@@ -8,6 +8,12 @@
 //            or what it held before, where it had not begun
 // A worker that does not take a bucket in time, or cannot, is given up: its
 // replica leaves, the update goes on.
+//
+// A bucket that lies on a GPU, and that workers copy within it: they have no
+// kernels, so that the GPU's agent computes the digest, before they are told.
+// With verify_source it is computed again when all have read: whatever has
+// changed between is found. A worker that cannot open the memory, or has its
+// tensors elsewhere, says so and is passed the bucket as any other.
 
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_WORKER_STREAMS_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_WORKER_STREAMS_H_
@@ -40,6 +46,8 @@ class WorkerStreams final : public StreamSink {
     virtual uint64_t FindStreamWorker(const std::string& model,
                                       const v1::StreamWorker& worker) = 0;
     virtual const WantedTensors* TensorsOf(uint64_t worker) = 0;
+    // The GPUs out of whose memory it can copy.
+    virtual std::vector<std::string> ReachableBy(uint64_t worker) = 0;
     virtual std::string NameOf(uint64_t worker) = 0;
     virtual void Send(uint64_t worker, v1::WorkerCommand command) = 0;
     // Once for each layout.
@@ -47,8 +55,7 @@ class WorkerStreams final : public StreamSink {
     virtual absl::Status OfferStore(uint64_t worker,
                                     const std::string& arena_id) = 0;
     virtual absl::Status OfferMemory(uint64_t worker,
-                                     const std::string& arena_id,
-                                     const transport::Segment& arena) = 0;
+                                     const SourceRegion& region) = 0;
     virtual void GiveUp(uint64_t worker, const absl::Status& why) = 0;
   };
 
@@ -85,10 +92,16 @@ class WorkerStreams final : public StreamSink {
   struct Member {
     std::set<int32_t> wants;
     std::set<int32_t> taken;
-    // Buckets that it reads directly, in parts: the parameter of each.
-    std::map<int32_t, std::vector<int32_t>> parts;
+    // Buckets that it reads directly, in parts.
+    struct Part {
+      int32_t ordinal = 0;  // of the parameter
+      std::string arena_id;
+    };
+    std::map<int32_t, std::vector<Part>> parts;
     std::map<int32_t, TensorDigests> digests;
     std::map<int32_t, size_t> parts_taken;
+    // Those that it could not read so, and is passed.
+    std::set<int32_t> returned;
   };
   struct Passing {
     std::set<uint64_t> waiting;
@@ -100,6 +113,8 @@ class WorkerStreams final : public StreamSink {
     bool begun = false;
     std::map<uint64_t, Member> members;
     std::set<int32_t> direct;
+    // Of those on GPUs: what the GPU's agent has read.
+    std::map<int32_t, TensorDigests> device_digests;
     std::map<int32_t, Passing> passing;
     std::map<int32_t, TensorDigests> read_digests;
     std::function<void(int32_t, TensorDigests)> read;
@@ -116,12 +131,17 @@ class WorkerStreams final : public StreamSink {
                const v1::SlotLocation& where, std::function<void()> taken);
   void Settle(Stream* stream);
   void WatchDirect(const std::string& update_id);
+  // The digests of the buckets that lie on GPUs; those that have none are not
+  // read directly.
+  void DigestDevices(const StreamStart& start, Plans* plans);
   bool DirectWaits(const Stream& stream, uint64_t worker) const;
 
   const NodeContext& node_;
   CopyPlanCache& plans_;
   Host& host_;
   std::map<std::string, Stream> streams_;
+  // By worker: memory on GPUs that it could not copy out of.
+  std::map<uint64_t, std::set<std::string>> unreadable_;
 };
 
 }  // namespace daemon

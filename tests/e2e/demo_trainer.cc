@@ -37,6 +37,8 @@ DEFINE_string(worker_counts, "1,2",
 DEFINE_string(policies, "auto",
               "The transfer policy of each version in turn: auto, sharded, "
               "paired, broadcast.");
+DEFINE_string(update_mode, "stage",
+              "stage; or stream: in place, and with no second copy.");
 DEFINE_bool(linger, false, "Stay registered until SIGTERM.");
 DEFINE_string(memory, "host", "Where the tensors are: host or cuda.");
 DEFINE_int32(gpu, 0, "With --memory=cuda: the GPU, as this process counts.");
@@ -47,11 +49,16 @@ int main(int argc, char** argv) {
   gflags::ParseCommandLineFlags(&argc, &argv, true);
   namespace demo = weightsync::demo;
   namespace client = weightsync::client;
+  namespace v1 = weightsync::v1;
   demo::HandleSignals();
   const auto policies = demo::ParsePolicies(FLAGS_policies);
   demo::ExitUnless(policies.status());
   const auto model = demo::LoadModel(FLAGS_model, FLAGS_safetensors);
   demo::ExitUnless(model.status());
+  if (FLAGS_update_mode != "stage" && FLAGS_update_mode != "stream") {
+    demo::ExitUnless(absl::InvalidArgumentError(
+        "--update_mode is stage or stream, not " + FLAGS_update_mode));
+  }
 
   // On a GPU the tensors are filled by way of a copy in host memory.
   std::unique_ptr<demo::GpuBuffer> gpu;
@@ -83,7 +90,14 @@ int main(int argc, char** argv) {
     demo::PlaceTensors(&all, arena->data);
     shards = demo::Held(all);
   }
+  const double registering = demo::MonotonicSeconds();
   demo::ExitUnless((*trainer)->RegisterShards(shards).status());
+  std::fputs(
+      absl::StrFormat("registered tensors=%d seconds=%.6f\n", shards.size(),
+                      demo::MonotonicSeconds() - registering)
+          .c_str(),
+      stdout);
+  std::fflush(stdout);
   demo::ExitUnless(demo::WaitForReplicas(
       FLAGS_address, FLAGS_name, FLAGS_wait_replicas, absl::Minutes(2)));
 
@@ -97,12 +111,20 @@ int main(int argc, char** argv) {
   for (int step = first; step <= last; ++step) {
     demo::ExitUnless(demo::FillAll(*model, step, last, all));
     if (gpu != nullptr) demo::ExitUnless(gpu->Write(mirror.data()));
-    demo::ExitUnless(demo::AppendTo(
-        FLAGS_hashes, demo::AllRankHashLines(*model, step, FLAGS_worker_counts,
-                                             FLAGS_rank, all)));
+    if (!FLAGS_hashes.empty()) {
+      demo::ExitUnless(demo::AppendTo(
+          FLAGS_hashes,
+          demo::AllRankHashLines(*model, step, FLAGS_worker_counts, FLAGS_rank,
+                                 all)));
+    }
     client::PublishOptions publish;
     publish.step = step;
     if (FLAGS_first_version > 0) publish.version = step;
+    if (FLAGS_update_mode == "stream") {
+      publish.update.set_update_mode(v1::UPDATE_MODE_STREAM);
+      publish.update.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+      publish.update.set_allow_no_recovery(true);
+    }
     publish.update.set_transfer_policy(
         (*policies)[(step - first) % policies->size()]);
     const double began = demo::MonotonicSeconds();

@@ -47,19 +47,27 @@ if ! output=$("$root/run.sh" --smoke "$work/results.txt" 2>&1); then
   cat "$work/results.txt"
 fi
 for line in 'memory conformance: passed' 'figures: passed' 'groups over NCCL, one receiver: passed' \
-  'NCCL on one GPU: passed' 'a trainer and workers through a daemon: passed' 'kill tests: passed' \
+  'NCCL on one GPU: passed' 'registration through a daemon: passed' \
+  'publishes through a daemon, store=device: passed' \
+  'publishes through a daemon, store=host: passed' \
+  'a trainer and workers through a daemon: passed' 'kill tests: passed' \
   'slowdown of a compute loop: passed'; do
   grep -q "$line" <<<"$output" || fail "no line '$line' in: $output"
 done
 # Every figure that is wanted, beside its floor.
 for figure in 'copy inside the GPU' 'pack, with digests of frames' 'store=device: stall' \
-  'store=device: pause' 'unpack' 'digest, over half a copy' 'copy to pinned host memory' \
-  'store=host: stall' 'store=host: pause' 'describe [0-9]* tensors' \
+  'store=device: pause' 'unpack' 'read of GPU memory' 'digest, over a read' \
+  'copy to pinned host memory' 'store=host: stall' 'store=host: pause' 'register 300 tensors' \
   'compute loop during a transfer'; do
   grep -Eq "^$figure +[0-9.]+ ms  floor +[0-9.]+ ms  ratio [0-9.]+  goal [0-9.]+$" "$work/results.txt" ||
     fail "no figure '$figure' in the results"
 done
-grep -q '^moved twice: small.safetensors, [0-9]* bytes$' <<<"$output" ||
+for line in 'moved twice: small.safetensors, [0-9]* bytes, to 2 workers' \
+  'published by 2 ranks to one worker, store=device: small.safetensors, [0-9]* bytes' \
+  'published by 2 ranks to one worker, store=host: small.safetensors, [0-9]* bytes'; do
+  grep -q "^$line$" <<<"$output" || fail "no line '$line' in: $output"
+done
+grep -q '^moved twice: small.safetensors, [0-9]* bytes, to 2 workers$' "$work/results.txt" ||
   fail "how much was moved is not said in: $output"
 for line in 'the agent was killed: the next version arrived' \
   'the trainer was killed: the next' 'the worker was killed: the next' \

@@ -1,9 +1,13 @@
 #!/bin/bash
 # A real daemon, a trainer's processes and workers' processes on one GPU, by CUDA IPC.
 #
-# Usage: daemon_check.sh [--smoke] move | kill | load
-#   move     two versions of a model of 16 GB of bf16 (a smaller one where there is no room for it),
-#            hashes and digests compared
+# Usage: daemon_check.sh [--smoke] move | register | publish STORE | kill | load
+#   move     two versions of a model of 16 GB of bf16 (a smaller one where there is no room for it)
+#            to two engines, and a third as a STREAM out of the trainer's own memory; hashes and
+#            digests compared
+#   register how long a trainer takes to register 18,867 tensors
+#   publish  STORE is device or host: the trainer's stall and the engine's pause when such a model
+#            is published, over one copy of as many bytes inside the GPU, or over PCIe
 #   kill     the device agent, the trainer and the worker are killed in the middle of an update;
 #            the next version arrives each time
 #   load     by how much a compute loop on the same GPU is slower while updates run
@@ -86,11 +90,37 @@ safetensors() {
   } >"$1"
 }
 
+# many FILE COUNT: a model of so many tensors of bf16, 256 bytes each.
+many() {
+  awk -v n="$2" -v body="$1.body" '
+    BEGIN {
+      for (i = 0; i < n; ++i) {
+        header = sprintf("%s\"layers.%d.weight\":{\"dtype\":\"BF16\",\"shape\":[8,16],\"data_offsets\":[%d,%d]}",
+          i == 0 ? "" : ",", i, 256 * i, 256 * i + 256)
+        length_ += length(header)
+        print header >body
+      }
+      print length_ + 2
+    }' >"$1.length"
+  local length padded i
+  length=$(cat "$1.length")
+  padded=$(((length + 7) / 8 * 8))
+  {
+    for ((i = 0; i < 8; ++i)); do
+      printf '%b' "\\x$(printf '%02x' $(((padded >> (8 * i)) & 255)))"
+    done
+    printf '{'
+    tr -d '\n' <"$1.body"
+    printf '}%*s' $((padded - length)) ''
+    head -c $((256 * $2)) /dev/zero
+  } >"$1"
+}
+
 # choose LARGEST: a model that fits here, in `model`, its name in `chosen`, and in `instead` why it
 # is not the large one that was wanted.
 choose() {
   instead=
-  local gpu host
+  gpu=0 host=0
   if [[ -n $smoke ]]; then
     safetensors "$work/small.safetensors"
     model=(--safetensors="$work/small.safetensors")
@@ -116,31 +146,33 @@ choose() {
   fi
 }
 
+# start_daemon FLAG…
 start_daemon() {
   start daemon weightsyncd --logtostderr --node=check --listen= --unix_socket="$work/s" \
     --state_dir="$work/state" --ready_file="$work/ready" --memory=cuda \
     --store_budget_bytes="$budget" --bucket_bytes="$bucket" --device_timeout=90s \
-    --apply_timeout=120s --publish_timeout=120s
+    --apply_timeout=120s --publish_timeout=120s "$@"
   daemon=$started
   await 60 "$daemon" . "$work/ready" || fail "the daemon did not start"
 }
 
-# start_worker NAME VERSIONS HASHES: of a replica of one worker.
+# start_worker NAME VERSIONS HASHES [REPLICA]: of a replica of one worker.
 start_worker() {
   start "$1" demo_worker --address="unix:$work/s" "${model[@]}" --memory=cuda --gpu=0 --gpus=1 \
-    --replica=replica-0 --versions="$2" --hash_parts="$ranks" --hashes="$3" --linger
+    --replica="${4:-replica-0}" --versions="$2" --hash_parts="$ranks" --hashes="$3" --linger
   worker=$started
   await 300 "$worker" '^ready' "$work/$1.out" || fail "$1 is not ready"
 }
 
-# start_ranks NAME FIRST COUNT: a trainer that publishes COUNT versions from FIRST on.
+# start_ranks NAME FIRST COUNT FLAG…: a trainer that publishes COUNT versions from FIRST on.
 start_ranks() {
-  local rank
+  local name=$1 first=$2 count=$3 rank
+  shift 3
   trainer=()
   for ((rank = 0; rank < ranks; ++rank)); do
-    start "$1.$rank" demo_trainer --address="unix:$work/s" "${model[@]}" --memory=cuda --gpu=0 \
-      --rank="$rank" --world_size="$ranks" --first_version="$2" --versions="$3" \
-      --worker_counts=1 --hashes="$work/$1.$rank.hashes" --times="$work/$1.$rank.times"
+    start "$name.$rank" demo_trainer --address="unix:$work/s" "${model[@]}" --memory=cuda --gpu=0 \
+      --rank="$rank" --world_size="$ranks" --first_version="$first" --versions="$count" \
+      --worker_counts=1 --hashes="$work/$name.$rank.hashes" --times="$work/$name.$rank.times" "$@"
     trainer+=("$started")
   done
 }
@@ -166,8 +198,9 @@ same() {
   done
 }
 
+# verify [REPLICA]
 verify() {
-  "$here/weightsyncctl" verify demo/replica-0 --address="unix:$work/s" >"$work/verify" 2>&1 ||
+  "$here/weightsyncctl" verify "demo/${1:-replica-0}" --address="unix:$work/s" >"$work/verify" 2>&1 ||
     fail "verify: $(tail -1 "$work/verify")"
 }
 
@@ -186,17 +219,112 @@ check_move() {
   choose large
   ranks=2
   [[ -n $smoke ]] || ranks=8
+  # A second engine, where there is room for it beside the others.
+  local replicas=(replica-0 replica-1) replica version
+  if [[ -z $smoke && $chosen == llama-3.1-8b ]] &&
+    awk -v g="$gpu" -v h="$host" 'BEGIN { exit !(g < 60 || h < 110) }'; then
+    replicas=(replica-0)
+  fi
   start_daemon
-  start_worker worker 2 "$work/worker.hashes"
+  for replica in "${replicas[@]}"; do
+    start_worker "$replica" 3 "$work/$replica.hashes" "$replica"
+  done
   start_ranks trainer 1 2
   await_ranks trainer
-  same 1 trainer "$work/worker.hashes"
-  same 2 trainer "$work/worker.hashes"
-  verify
-  grep -h '^result' "$work/trainer.0.out"
+  for version in 1 2; do
+    for replica in "${replicas[@]}"; do same "$version" trainer "$work/$replica.hashes"; done
+  done
+  # The last one goes straight from the trainer's memory to the engines'.
+  for rank in "${trainer[@]}"; do
+    timeout 60 tail --pid="$rank" -f /dev/null || fail "a rank does not end"
+  done
+  start_ranks streamed 3 1 --update_mode=stream
+  await_ranks streamed
+  for replica in "${replicas[@]}"; do
+    same 3 streamed "$work/$replica.hashes"
+    verify "$replica"
+  done
+  grep -q "straight out of trainers' memory, [1-9]" "$work/daemon.log" ||
+    fail "nothing went straight out of the trainer's memory"
+  ! grep -q 'is passed bucket' "$work/daemon.log" ||
+    fail "a worker could not copy out of the trainer's memory: $(grep -m1 'is passed bucket' "$work/daemon.log")"
+  grep -h '^result' "$work/trainer.0.out" "$work/streamed.0.out"
   local bytes
   bytes=$(grep -h '^result' "$work/trainer.0.out" | tail -1 | grep -o ' bytes=[0-9]*')
-  echo "moved twice: $chosen, ${bytes#*=} bytes$instead"
+  echo "moved twice: $chosen, ${bytes#*=} bytes, to ${#replicas[@]} workers$instead"
+}
+
+check_register() {
+  local count=18867
+  [[ -z $smoke ]] || count=300
+  many "$work/many.safetensors" "$count"
+  model=(--safetensors="$work/many.safetensors")
+  ranks=1 budget=100000000 bucket=$((1 << 20))
+  start_daemon
+  # The first starts the GPU's agent, which takes seconds, once. Nothing is published.
+  local round seconds best=
+  for round in 1 2 3 4; do
+    start_ranks "register$round" 1 0
+    await_ranks "register$round"
+    timeout 60 tail --pid="${trainer[0]}" -f /dev/null || fail "the trainer does not end"
+    seconds=$(awk -F'seconds=' '/^registered/ { print $2 }' "$work/register$round.0.out")
+    [[ -n "$seconds" ]] || fail "the trainer does not say how long it took"
+    ((round == 1)) && continue
+    best=$(awk -v a="$seconds" -v b="${best:-1000}" 'BEGIN { print a < b ? a : b }')
+  done
+  grep -q "^registered tensors=$count " "$work/register1.0.out" || fail "not $count tensors"
+  figure "register $count tensors" "$best" 0.05 1.00
+}
+
+# figure NAME SECONDS FLOOR GOAL
+figure() {
+  awk -v name="$1" -v s="$2" -v f="$3" -v goal="$4" 'BEGIN {
+    printf "%-34s %10.3f ms  floor %10.3f ms  ratio %.3f  goal %.2f\n", name, s * 1e3, f * 1e3, f / s, goal
+  }'
+}
+
+check_publish() {
+  local store=$1
+  choose large
+  # The trainer's tensors, the engine's, and two versions in the store.
+  if [[ -z $smoke && $store == device && $chosen == llama-3.1-8b ]] &&
+    awk -v g="$gpu" 'BEGIN { exit !(g < 72) }'; then
+    model=(--model=qwen2.5-0.5b)
+    chosen=qwen2.5-0.5b
+    budget=4000000000
+    instead=", not 16 GB: wanted is a GPU of 72 GB (this has $gpu)"
+  fi
+  ranks=2
+  [[ -n $smoke ]] || ranks=8
+  start_daemon --store="$store" --keep_updates=1
+  start_worker worker 3 ""
+  start_ranks trainer 1 3 --hashes=
+  await_ranks trainer
+  # The first version maps, pins and opens what the others use.
+  local stall pause bytes
+  read -r stall pause bytes < <(cat "$work"/trainer.*.out | awk '
+    /^result/ {
+      for (i = 2; i <= NF; ++i) { split($i, word, "="); of[word[1]] = word[2] }
+      v = of["version"]
+      if (of["stall"] > stall[v]) stall[v] = of["stall"]
+      pause[v] = of["pause"]
+      bytes = of["bytes"]
+    }
+    END {
+      s = stall[2] < stall[3] ? stall[2] : stall[3]
+      p = pause[2] < pause[3] ? pause[2] : pause[3]
+      printf "%s %s %s\n", s, p, bytes
+    }')
+  [[ -n "$bytes" ]] || fail "the trainer says no result"
+  # Nobody else uses the GPU while its copies are timed.
+  for rank in "${trainer[@]}"; do timeout 60 tail --pid="$rank" -f /dev/null; done
+  timeout --kill-after=5 60 "$here/gpu_bench" --floors "$bytes" >"$work/floors" ||
+    fail "gpu_bench --floors"
+  local out=within in=within goal=0.77
+  if [[ $store == host ]]; then out=to_host in=from_host goal=0.91; fi
+  figure "store=$store: stall" "$stall" "$(awk -v f="floor_$out" '$1 == f { print $2 }' "$work/floors")" $goal
+  figure "store=$store: pause" "$pause" "$(awk -v f="floor_$in" '$1 == f { print $2 }' "$work/floors")" $goal
+  echo "published by $ranks ranks to one worker, store=$store: $chosen, $bytes bytes$instead"
 }
 
 check_kill() {
@@ -265,7 +393,11 @@ check_load() {
 }
 
 case "$what" in
-  move | kill | load) "check_$what" ;;
+  move | register | kill | load) "check_$what" ;;
+  publish)
+    [[ "${2:-}" == device || "${2:-}" == host ]] || fail "publish device, or publish host"
+    check_publish "$2"
+    ;;
   *)
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2
     exit 2

@@ -97,10 +97,13 @@ inline std::string BoxContent(const client::Tensor& tensor, int version) {
 class GpuTrainer {
  public:
   GpuTrainer(Cluster* cluster, const std::string& node, int ranks,
-             int devices = 1) {
+             int devices = 1)
+      : GpuTrainer(cluster->address(node), ranks, devices) {}
+  // The same by the address of its daemon, for another process.
+  explicit GpuTrainer(const std::string& address, int ranks, int devices = 1) {
     for (int i = 0; i < ranks; ++i) {
       client::TrainerOptions options;
-      options.address = cluster->address(node);
+      options.address = address;
       options.model = kModel;
       options.rank = i;
       options.world_size = ranks;
@@ -174,13 +177,16 @@ class GpuTrainer {
 class GpuReplica {
  public:
   GpuReplica(Cluster* cluster, const std::string& node, const std::string& name,
-             int workers, int first_device) {
+             int workers, int first_device)
+      : GpuReplica(cluster->address(node), name, workers, first_device) {}
+  GpuReplica(const std::string& address, const std::string& name, int workers,
+             int first_device) {
     const std::string incarnation = client::RandomId();
     for (int i = 0; i < workers; ++i) {
       tensors_.push_back(
           std::make_unique<GpuTensors>(Parts(1, i, workers), first_device + i));
       client::WorkerOptions options;
-      options.address = cluster->address(node);
+      options.address = address;
       options.model = kModel;
       options.replica = name;
       options.incarnation = incarnation;
@@ -191,7 +197,7 @@ class GpuReplica {
       if (worker.ok()) workers_.push_back(*std::move(worker));
     }
     client::ReplicaOptions options;
-    options.address = cluster->address(node);
+    options.address = address;
     options.model = kModel;
     options.replica = name;
     options.incarnation = incarnation;
@@ -225,6 +231,7 @@ class GpuReplica {
     return ::testing::AssertionSuccess();
   }
   GpuTensors* tensors(int worker) { return tensors_[worker].get(); }
+  client::Worker* worker(int worker) { return workers_[worker].get(); }
 
  private:
   std::vector<std::unique_ptr<GpuTensors>> tensors_;

@@ -26,6 +26,9 @@ namespace {
 
 using GpuMemoryTest = GpuClusterTest;
 
+// tests/gpu/sim/protocol.h: kContextBytes.
+constexpr int64_t kSimulatedContextBytes = 8 << 20;
+
 TEST_F(GpuMemoryTest, TensorsGoFromGpuToGpu) {
   StartNode("a", GpuFlags());
   StartNode("b", {"--bucket_bytes=16384"});  // its GPUs are its workers' own
@@ -73,9 +76,10 @@ TEST_F(GpuMemoryTest, TensorsGoFromGpuToGpu) {
     EXPECT_EQ(use.state(), v1::GpuUse::STATE_READY);
     EXPECT_EQ(use.slot_count(), 2);
     EXPECT_EQ(use.slot_bytes(), use.slot_count() * 16384);
-    // Tables of launches, and no more than some MB; nothing of NCCL.
-    EXPECT_GT(use.context_bytes(), 0);
-    EXPECT_LT(use.context_bytes(), 64 << 20);
+    // What the simulated driver takes for a context, and tables of launches,
+    // no more than some MB; nothing of NCCL.
+    EXPECT_GE(use.context_bytes(), kSimulatedContextBytes);
+    EXPECT_LT(use.context_bytes(), kSimulatedContextBytes + (56 << 20));
     EXPECT_EQ(use.nccl_bytes(), 0);
     EXPECT_EQ(use.device_store_bytes(), 0);
     EXPECT_GT(use.total_bytes(), use.free_bytes());
@@ -84,6 +88,22 @@ TEST_F(GpuMemoryTest, TensorsGoFromGpuToGpu) {
   const auto node = cluster_.GetNode("a");
   ASSERT_TRUE(node.ok());
   EXPECT_EQ(node->memory().gpus_size(), 2);
+}
+
+// A machine whose driver came without its management library.
+TEST_F(GpuMemoryTest, WithoutNvmlNobodySaysWhatTheContextTakes) {
+  gpu_sim::Plant("call=nvmlInit_v2 error=12 count=0");
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 0);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  EXPECT_TRUE(replica.Holds(1));
+  ASSERT_TRUE(WaitUntil([&] { return Gpu("a", 0).context_bytes() > 0; }));
+  EXPECT_LT(Gpu("a", 0).context_bytes(), kSimulatedContextBytes);
+  EXPECT_NE(cluster_.process("a")->Log().find("NVML") +
+                cluster_.process("a")->Log().find("nvmlInit_v2"),
+            2 * std::string::npos);
 }
 
 // To pin memory is to hold the GPU up: it is done when an arena is new, at both

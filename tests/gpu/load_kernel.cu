@@ -16,6 +16,22 @@ __global__ void Load(float* out, int64_t rounds) {
   out[index] = a + b + c + d;
 }
 
+struct alignas(16) ReadWords {
+  unsigned long long a, b;  // NOLINT: one load of 16 bytes
+};
+
+__global__ void Read(const ReadWords* from, int64_t count,
+                     unsigned long long* out) {  // NOLINT
+  unsigned long long sum = 0;                    // NOLINT
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += stride) {
+    const ReadWords words = from[i];
+    sum += words.a ^ words.b;
+  }
+  if (sum == 0x5eed5eed5eed5eedull) *out = sum;
+}
+
 #if defined(__CUDACC__)
 
 int LaunchLoad(float* out, int64_t rounds, int blocks, void* stream) {
@@ -23,9 +39,19 @@ int LaunchLoad(float* out, int64_t rounds, int blocks, void* stream) {
   return cudaGetLastError();
 }
 
+int LaunchRead(const char* from, int64_t bytes, char* out, int blocks,
+               void* stream) {
+  Read<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      reinterpret_cast<const ReadWords*>(from),
+      bytes / static_cast<int64_t>(sizeof(ReadWords)),
+      reinterpret_cast<unsigned long long*>(out));  // NOLINT
+  return cudaGetLastError();
+}
+
 #else
 
 GPU_SIM_TWIN(Load);
+GPU_SIM_TWIN(Read);
 
 #endif
 

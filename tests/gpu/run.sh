@@ -4,7 +4,8 @@
 #
 # Usage: run.sh [--smoke] [RESULTS]
 #   --smoke   small sizes: that everything runs, not how fast
-#   RESULTS   a file for the results (default: results.txt beside this script)
+#   RESULTS   a file for the results (default: results.txt beside this script): what is said here,
+#             the figures, and everything that the programs have said
 #
 # Ends in 8 minutes. What could not be run says NOT MEASURED and why. Exit code 0 when nothing
 # failed.
@@ -104,10 +105,13 @@ else
     step "groups over NCCL" "$here/gpu_group_check"
   fi
 fi
+step "registration through a daemon" "$here/daemon_check.sh" $smoke register
+for store in device host; do
+  step "publishes through a daemon, store=$store" "$here/daemon_check.sh" $smoke publish "$store"
+done
 step "a trainer and workers through a daemon" "$here/daemon_check.sh" $smoke move
 # How much it was: a smaller model than the 16 GB that are wanted is another figure.
-moved=$(grep '^moved twice: ' "$results" | tail -1)
-[[ -z "$moved" ]] || say "$moved"
+grep -E '^(moved twice: |published by )' "$results"
 step "kill tests" "$here/daemon_check.sh" $smoke kill
 step "slowdown of a compute loop" "$here/daemon_check.sh" $smoke load
 exit $failed

@@ -30,8 +30,9 @@ class MemoryFixture {
   virtual ~MemoryFixture() = default;
   // The Memory under test.
   virtual Memory* memory() = 0;
-  // The same kind of memory as a second party sees it, who imports. May be the
-  // same object where one process can be both.
+  // The same kind of memory as a second party sees it, who imports; addresses
+  // of what it has imported are good for it alone. May be the same object where
+  // one process can be both.
   virtual Memory* importer() = 0;
 };
 
@@ -73,13 +74,19 @@ class MemoryConformance : public ::testing::TestWithParam<
     return bytes;
   }
   void Write(const std::string& bytes, char* to) {
-    ASSERT_TRUE(memory()
-                    ->Write(absl::MakeConstSpan(bytes.data(), bytes.size()), to)
-                    .ok());
+    WriteBy(memory(), bytes, to);
+  }
+  static void WriteBy(Memory* memory, const std::string& bytes, char* to) {
+    ASSERT_TRUE(
+        memory->Write(absl::MakeConstSpan(bytes.data(), bytes.size()), to)
+            .ok());
   }
   std::string Read(const char* from, size_t count) {
+    return ReadBy(memory(), from, count);
+  }
+  static std::string ReadBy(Memory* memory, const char* from, size_t count) {
     std::string bytes(count, '\0');
-    EXPECT_TRUE(memory()->Read(from, absl::MakeSpan(&bytes[0], count)).ok());
+    EXPECT_TRUE(memory->Read(from, absl::MakeSpan(&bytes[0], count)).ok());
     return bytes;
   }
 
@@ -130,7 +137,7 @@ TEST_P(MemoryConformance, AnImporterSeesBytesAndGenerations) {
   const std::string bytes = RandomBytes(5000, 2);
   Write(bytes, segment->data());
   segment->AdvanceGeneration(1);
-  EXPECT_EQ(Read((*other)->data(), 5000), bytes);
+  EXPECT_EQ(ReadBy(fixture_->importer(), (*other)->data(), 5000), bytes);
   EXPECT_EQ((*other)->Generation(1), 1u);
 }
 
@@ -141,7 +148,7 @@ TEST_P(MemoryConformance, AnImporterMayWriteWhereItWasGivenThat) {
   ASSERT_TRUE(other.ok()) << other.status();
   EXPECT_TRUE((*other)->writable());
   const std::string bytes = RandomBytes(5000, 3);
-  Write(bytes, (*other)->data());
+  WriteBy(fixture_->importer(), bytes, (*other)->data());
   EXPECT_EQ(Read(segment->data(), 5000), bytes);
 }
 
@@ -161,7 +168,7 @@ TEST_P(MemoryConformance, BytesOutliveTheirMaker) {
       Hand(*segment, /*read_only=*/true);
   ASSERT_TRUE(other.ok());
   segment.reset();
-  EXPECT_EQ(Read((*other)->data(), 5000), bytes);
+  EXPECT_EQ(ReadBy(fixture_->importer(), (*other)->data(), 5000), bytes);
 }
 
 TEST_P(MemoryConformance, ATicketIsGoodForOneImport) {

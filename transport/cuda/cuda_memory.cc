@@ -645,6 +645,37 @@ absl::StatusOr<std::vector<Digest>> CudaMemory::DigestFrames(
   return digests;
 }
 
+absl::Status CudaMemory::DigestEach(absl::Span<const CopyTask> tasks,
+                                    const CopyOptions&,
+                                    absl::Span<Digest> digests) {
+  absl::Status status = core_->Use();
+  if (!status.ok()) return status;
+  std::vector<std::shared_ptr<const void>> owners;
+  bool host = false;
+  for (const CopyTask& task : tasks) {
+    status = task.Validate();
+    if (status.ok() && task.bytes() > 0)
+      status = PinSource(task, &owners, &host);
+    if (!status.ok()) return status;
+  }
+  if (host) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                     "the digest of host memory is the host's to compute");
+  }
+  LaunchTable table;
+  std::vector<int64_t> first_frames;
+  status = AddDigests(tasks, &table, &first_frames);
+  if (!status.ok() || table.units.empty()) return status;
+  std::vector<Digest> frames;
+  status = Run(&table, true, nullptr, nullptr, &frames, nullptr);
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    for (int64_t f = first_frames[i]; f < first_frames[i + 1]; ++f)
+      digests[i] += frames[static_cast<size_t>(f)];
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
   return PackTo(request, nullptr, result);
 }

@@ -73,6 +73,10 @@ class CudaMemory final : public Memory {
       const MemoryTicket& ticket, absl::Duration timeout) override;
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
+  // In launches of its own, which write nothing.
+  absl::Status DigestEach(absl::Span<const CopyTask> tasks,
+                          const CopyOptions& options,
+                          absl::Span<Digest> digests) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
   absl::StatusOr<std::vector<Digest>> DigestFrames(
       const FrameDigestRequest& request) override;
@@ -114,6 +118,7 @@ class CudaMemory final : public Memory {
 
   // For people: what this process has taken of the GPU's memory.
   struct Usage {
+    int64_t context_bytes = 0;  // DeviceCore::context_bytes
     int64_t segments_bytes = 0;
     int64_t scratch_bytes = 0;  // tables of launches, digests
     int64_t free_bytes = 0;     // of the whole GPU

@@ -101,6 +101,7 @@ absl::StatusOr<CudaMemory::Usage> CudaMemory::GetUsage() {
   if (!status.ok()) return status;
   Usage usage;
   usage.segments_bytes = *segments_bytes_;
+  usage.context_bytes = core_->context_bytes();
   usage.scratch_bytes = core_->scratch_bytes();
   usage.free_bytes = static_cast<int64_t>(free);
   usage.total_bytes = static_cast<int64_t>(total);

@@ -183,6 +183,34 @@ TEST_F(CudaMemoryTest, ATrainerThatFreesOrDies) {
             "EXPORTER_DEAD");
 }
 
+// Where a trainer frees what is still open here, and gets the same address
+// again, the cache must not take the new allocation for the one it has.
+TEST_F(CudaMemoryTest, TwoAllocationsAtOneAddressAreTwo) {
+  TestProcess daemon;
+  Child trainer("trainer");
+  const DeviceHandle first = *DeviceHandle::Decode(trainer.Receive());
+  auto one = daemon->imports()->Acquire(first, false);
+  ASSERT_TRUE(one.ok()) << one.status();
+  trainer.Send("free");
+  EXPECT_EQ(trainer.Receive(), "ALLOCATION_FREED");
+  trainer.Send("again");
+  EXPECT_EQ(trainer.Receive(), "1 ALLOCATION_FREED");
+  const DeviceHandle second = *DeviceHandle::Decode(trainer.Receive());
+  EXPECT_EQ(first.base, second.base);
+  EXPECT_NE(first.buffer_id, second.buffer_id);
+  auto two = daemon->imports()->Acquire(second, false);
+  ASSERT_TRUE(two.ok()) << two.status();
+  EXPECT_NE(*one, *two);
+  EXPECT_NE((*one)->data, (*two)->data);
+  EXPECT_EQ(daemon->imports()->size(), 2);
+  // The trainer's fault, as the driver would see it. The second it frees when
+  // that is closed.
+  EXPECT_NE(gpu_sim::TakeFindings(), "");
+  one->reset();
+  two->reset();
+  EXPECT_TRUE(daemon->core()->Drain(absl::Seconds(5)));
+}
+
 TEST_F(CudaMemoryTest, AHandleFromAnotherNamespaceThatCannotBeOpened) {
   TestProcess daemon;
   Child trainer("trainer");
@@ -494,6 +522,46 @@ int Stalled() {
   ToParent(ReasonOf(
       process->Read(segment->data(), absl::MakeSpan(new char[10], 10))));
   _exit(0);
+}
+
+TEST_F(CudaMemoryTest, FloatsBecomeHalvesAsOnTheHost) {
+  TestProcess daemon;
+  constexpr int kCount = 70000;  // more than a frame
+  const std::unique_ptr<Segment> segment = daemon.Allocate(1 << 20);
+  const std::unique_ptr<Segment> bucket = daemon.Allocate(256 << 10);
+  std::mt19937 random(9);
+  // Any bits: infinities, numbers that are none, and what is too large or too
+  // small for a half; and each exponent that a half has.
+  std::vector<uint32_t> floats(kCount);
+  for (uint32_t& bits : floats) bits = static_cast<uint32_t>(random());
+  for (int i = 0; i < kCount; i += 2)
+    floats[i] = (floats[i] & 0x807fffffu) | ((100 + i / 2 % 50) << 23);
+  const uint32_t special[] = {0x7f800000, 0xff800000, 0x7fc00000, 0x7f800001,
+                              0x477fefff, 0x477ff000, 0x33000000, 0x33000001,
+                              0x80000000, 0x387fffff};
+  std::copy(std::begin(special), std::end(special), floats.begin());
+  std::string bytes(reinterpret_cast<const char*>(floats.data()), 4 * kCount);
+  daemon.Write(bytes, segment->data());
+  PackPiece piece;
+  piece.copy.src = segment->data();
+  piece.copy.element_bytes = 2;
+  piece.copy.run_bytes = 2 * kCount;
+  piece.copy.cast = CopyCast::kF32ToF16;
+  PackRequest request;
+  request.bucket = bucket->data();
+  request.bucket_bytes = 2 * kCount;
+  request.pieces = absl::MakeConstSpan(&piece, 1);
+  PackResult result;
+  ASSERT_TRUE(daemon->Pack(request, &result).ok());
+  const std::string got = daemon.Read(bucket->data(), 2 * kCount);
+  for (int i = 0; i < kCount; ++i) {
+    uint16_t half;
+    std::memcpy(&half, got.data() + 2 * i, 2);
+    ASSERT_EQ(half, FloatToF16(floats[i])) << std::hex << floats[i];
+  }
+  Digest want;
+  DigestAccumulate(got.data(), {0, 0, kCount, 2}, &want);
+  EXPECT_EQ(result.bucket, want);
 }
 
 TEST_F(CudaMemoryTest, AFaultIsForGoodAndHasAName) {

@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "transport/cuda/cuda_error.h"
+#include "transport/cuda/nvml.h"
 #include "transport/error.h"
 
 namespace weightsync {
@@ -25,8 +26,24 @@ constexpr absl::Duration kRetry = absl::Milliseconds(20);
 absl::StatusOr<std::shared_ptr<DeviceCore>> DeviceCore::Create(
     const DeviceInfo& device, const Options& options) {
   std::shared_ptr<DeviceCore> core(new DeviceCore(device, options));
-  const absl::Status status = core->Use();
+  // Before the first call that makes a context.
+  const absl::StatusOr<std::unique_ptr<Nvml>> nvml = Nvml::Open();
+  const auto look = [&]() -> absl::StatusOr<Nvml::Memory> {
+    if (!nvml.ok()) return nvml.status();
+    return (*nvml)->MemoryOf(device.uuid);
+  };
+  const absl::StatusOr<Nvml::Memory> before = look();
+  absl::Status status = core->Use();
+  // Where setting the device alone made none yet.
+  if (status.ok()) status = CheckCuda(cudaFree(nullptr), "cudaFree");
   if (!status.ok()) return status;
+  if (before.ok()) {
+    const absl::StatusOr<Nvml::Memory> after = look();
+    if (after.ok()) core->context_bytes_ = ContextBytes(*before, *after);
+  } else {
+    LOG(WARNING) << "what a context takes of " << device.uuid
+                 << " is not known: " << before.status().message();
+  }
   core->closer_ = std::thread([core = core.get()] { core->Close(); });
   return core;
 }

@@ -125,6 +125,9 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   void Finish(absl::Duration deadline);
 
   int64_t scratch_bytes() const { return scratch_bytes_; }
+  // What the context took of the GPU as it was made here; 0 where there was one
+  // already, and where nobody can tell: then there is no NVML.
+  int64_t context_bytes() const { return context_bytes_; }
 
  private:
   struct Range {
@@ -154,6 +157,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   const DeviceInfo device_;
   const Options options_;
   std::atomic<int64_t> scratch_bytes_{0};
+  int64_t context_bytes_ = 0;  // constant after Create
 
   mutable absl::Mutex mutex_;
   absl::Status failed_ ABSL_GUARDED_BY(mutex_);

@@ -186,6 +186,26 @@ absl::Status AddTasks(absl::Span<const CopyTask> tasks, LaunchTable* table) {
   return absl::OkStatus();
 }
 
+absl::Status AddDigests(absl::Span<const CopyTask> tasks, LaunchTable* table,
+                        std::vector<int64_t>* first_frames) {
+  static_assert(kFrameBytes % kUnitBytes == 0, "units do not cross frames");
+  BlocksKnown known;
+  table->unit_bytes = kUnitBytes;
+  table->frame_bytes = kFrameBytes;
+  table->frames = 0;
+  for (const CopyTask& task : tasks) {
+    first_frames->push_back(table->frames);
+    DeviceCopy copy = FromTask(task);
+    copy.dst = nullptr;
+    copy.place = table->frames * table->frame_bytes;
+    const absl::Status status = AddTask(task, copy, &known, table);
+    if (!status.ok()) return status;
+    table->frames += (copy.bytes + table->frame_bytes - 1) / table->frame_bytes;
+  }
+  first_frames->push_back(table->frames);
+  return absl::OkStatus();
+}
+
 void PlaceScales(float* floats, LaunchTable* table) {
   for (const LaunchTable::ScaleUse& use : table->scale_uses) {
     if (use.by_scale) {

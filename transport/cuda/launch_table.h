@@ -47,6 +47,12 @@ absl::Status AddPack(const PackRequest& request, LaunchTable* table);
 absl::Status AddFrameDigests(const FrameDigestRequest& request,
                              LaunchTable* table);
 
+// Only the digests of valid tasks, whatever their destinations: task i has the
+// frames from (*first_frames)[i] to where those of the next begin. The table
+// has nothing else.
+absl::Status AddDigests(absl::Span<const CopyTask> tasks, LaunchTable* table,
+                        std::vector<int64_t>* first_frames);
+
 // The scales shall lie at `floats`, scale_count of them, aligned to 16 bytes.
 void PlaceScales(float* floats, LaunchTable* table);
 

@@ -101,12 +101,17 @@ class LiveMemory::DeviceSegment final : public Segment {
         opened_(std::move(opened)),
         bytes_(bytes) {
     absl::MutexLock guard(&memory_->imported_mutex_);
-    memory_->imported_[opened_->data] = {bytes_, gpu_};
+    // The same allocation may come by another name before this one goes.
+    Range& range = memory_->imported_[opened_->data];
+    range.bytes = std::max(range.bytes, bytes_);
+    range.gpu = gpu_;
+    ++range.segments;
   }
   ~DeviceSegment() override {
     {
       absl::MutexLock guard(&memory_->imported_mutex_);
-      memory_->imported_.erase(opened_->data);
+      const auto at = memory_->imported_.find(opened_->data);
+      if (--at->second.segments == 0) memory_->imported_.erase(at);
     }
     // Before the lock goes: then it may be freed.
     opened_ = nullptr;
@@ -207,8 +212,19 @@ absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::ImportDevice(
   // Before it is opened.
   absl::StatusOr<UniqueFd> lock = LockSegmentControl(**control);
   if (!lock.ok()) return lock.status();
-  absl::StatusOr<std::shared_ptr<const ProcessGpu::Opened>> opened =
-      (*gpu)->Open(*handle);
+  absl::StatusOr<std::shared_ptr<const ProcessGpu::Opened>> opened;
+  if (handle->exporter == ThisProcess()) {
+    // CUDA opens nothing in the process that made it; here the address is good
+    // as it is, and its owner waits for the lock as for others.
+    const absl::Status there = (*gpu)->CheckStillThere(*handle);
+    if (!there.ok()) return there;
+    auto own = std::make_shared<ProcessGpu::Opened>();
+    own->data = reinterpret_cast<char*>(handle->base);
+    own->bytes = handle->bytes;
+    opened = std::move(own);
+  } else {
+    opened = (*gpu)->Open(*handle);
+  }
   if (!opened.ok()) return opened.status();
   return std::unique_ptr<Segment>(std::make_unique<DeviceSegment>(
       this, *gpu, *std::move(control), *std::move(lock), *std::move(opened),

@@ -21,12 +21,13 @@ namespace transport {
 namespace cuda {
 
 // Host memory, and of GPUs those ranges that were said. What is imported is
-// pinned, once, where there is a GPU; memory of the daemon on a GPU of this
-// process is opened by CUDA IPC. Copies to a GPU go by its copy engines. What
-// wants a digest as well, and what is only read for its digest, goes through a
-// pinned buffer, as the digest is computed by the CPU; and so does what goes to
-// or from host memory that is not pinned, which would otherwise hold its thread
-// up in the runtime without a deadline.
+// pinned, once, where there is a GPU; memory of the daemon or of a trainer on a
+// GPU of this process is opened by CUDA IPC, or used as it is where this
+// process made it. Copies to a GPU go by its copy engines. What wants a digest
+// as well, and what is only read for its digest, goes through a pinned buffer,
+// as the digest is computed by the CPU; and so does what goes to or from host
+// memory that is not pinned, which would otherwise hold its thread up in the
+// runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {
@@ -64,6 +65,11 @@ class LiveMemory final : public Memory {
   // Besides what memory.h says, the errors of ProcessGpu::Copy.
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
+  // Of the ranges and of what is imported.
+  std::string DeviceOf(const char* address) const override {
+    const ProcessGpu* const gpu = GpuOf(address);
+    return gpu == nullptr ? "" : gpu->uuid();
+  }
   absl::Status Pack(const PackRequest& request, PackResult* result) override {
     return host_->Pack(request, result);
   }
@@ -76,6 +82,7 @@ class LiveMemory final : public Memory {
   struct Range {
     int64_t bytes = 0;
     std::shared_ptr<ProcessGpu> gpu;
+    int segments = 0;  // of imported_: that have it
   };
 
   // Null: host memory.

@@ -64,6 +64,19 @@ absl::StatusOr<UniqueFd> LockSegmentControl(const Segment& control) {
   return fd;
 }
 
+void RetireSegmentControl(Segment* control) {
+  reinterpret_cast<SegmentControl*>(control->data())->retired = 1;
+}
+
+bool SegmentControlIsRetired(const Segment& control) {
+  return reinterpret_cast<const SegmentControl*>(control.data())->retired != 0;
+}
+
+bool SegmentControlIsClosed(const Segment& control) {
+  const UniqueFd fd = OpenSegmentControl(control);
+  return fd.get() >= 0 && flock(fd.get(), LOCK_EX | LOCK_NB) == 0;
+}
+
 }  // namespace cuda
 }  // namespace transport
 }  // namespace weightsync

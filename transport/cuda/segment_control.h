@@ -22,6 +22,10 @@ namespace weightsync {
 namespace transport {
 namespace cuda {
 
+// Arenas whose memory a client has made, and not their daemon, have names that
+// begin so. That one of them cannot be opened says nothing of the daemon's.
+inline constexpr char kClientArena[] = "client/";
+
 // What stands in a control's data.
 struct SegmentControl {
   char magic[8];
@@ -43,6 +47,12 @@ transport::UniqueFd OpenSegmentControl(const Segment& control);
 // The shared lock. FAILED_PRECONDITION (SEGMENT_GONE): its maker has given the
 // memory back.
 absl::StatusOr<transport::UniqueFd> LockSegmentControl(const Segment& control);
+
+// Nobody opens it from now on.
+void RetireSegmentControl(Segment* control);
+bool SegmentControlIsRetired(const Segment& control);
+// Whether nobody has it open any more. REQUIRES: it is retired.
+bool SegmentControlIsClosed(const Segment& control);
 
 }  // namespace cuda
 }  // namespace transport

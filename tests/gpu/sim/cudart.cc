@@ -148,6 +148,10 @@ cudaError_t Copies(std::vector<CopyItem> items, cudaMemcpyKind kind,
     if ((item.dst_device && !CheckDevice(dst, context, call)) ||
         (item.src_device && !CheckDevice(src, context, call)))
       return cudaErrorInvalidValue;
+    Planted(!item.dst_device   ? "copyToHost"
+            : !item.src_device ? "copyToDevice"
+                               : "copyWithin",
+            std::string(call) + " " + std::to_string(item.bytes));
     if (!item.dst_device && (host_waits || !IsPinned(dst, item.bytes)))
       wait = true;
     if (!item.src_device && (host_waits || !IsPinned(src, item.bytes)))

@@ -282,6 +282,9 @@ class Executor {
       }
     }
     state->used[device.index] -= kContextBytes + kCommBytes * comms_.size();
+    for (pid_t& entry : state->contexts[device.index]) {
+      if (entry == client) entry = 0;
+    }
   }
 
   void Answer(const Request& request, const char* payload);
@@ -882,6 +885,11 @@ int main(int argc, char** argv) {
     LockedState state;
     state.Reap();
     state->used[index] += kContextBytes;
+    for (pid_t& entry : state->contexts[index]) {
+      if (entry != 0 && Alive(entry)) continue;
+      entry = client;
+      break;
+    }
   }
   Executor executor(strtoull(argv[3], nullptr, 10));
   const char ready = 1;

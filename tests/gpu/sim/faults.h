@@ -16,7 +16,9 @@
 //                  does no more work (cudaLaunchKernel, cudaMemcpyAsync), the
 //                  communicator stays in progress (ncclCommFinalize)
 //   note=1         the call goes on, and is noted in $GPU_SIM_DIR/notes, with
-//                  what it was given where that is nowhere else to be seen
+//                  what it was given where that is nowhere else to be seen.
+//                  copyToHost, copyToDevice and copyWithin stand for all calls
+//                  that copy so: the call and its bytes are noted
 //   unexportable=1 (cudaMalloc) the memory is as PyTorch's expandable segments
 //   async=E        (ncclGroupEnd) the communicator has the error E from now on
 // e.g. "call=cudaMalloc error=2 after=1", "call=ncclCommAbort hang=1".

@@ -17,7 +17,7 @@
 namespace gpu_sim {
 namespace {
 
-constexpr uint64_t kReady = 0x6770755f73696d31;  // changes with the layout
+constexpr uint64_t kReady = 0x6770755f73696d32;  // changes with the layout
 
 MachineState* MapState() {
   const std::string path = Dir() + "/state";

@@ -49,6 +49,8 @@ struct Buffer {
 };
 
 constexpr int kMaxBuffers = 8192;
+// Of one device: processes that have a context there.
+constexpr int kMaxContexts = 256;
 
 struct MachineState {
   uint64_t ready;
@@ -56,6 +58,7 @@ struct MachineState {
   uint64_t next_buffer_id;
   uint64_t next_region;
   int64_t used[kMaxDevices];
+  pid_t contexts[kMaxDevices][kMaxContexts];  // 0: none
   Buffer buffers[kMaxBuffers];
 };
 

@@ -101,6 +101,10 @@ struct AgentConfig {
 };
 
 struct AgentUsage {
+  // What the driver took for the context when it was made, as NVML says
+  // (nvml.h): 0 where there is no NVML, and nobody knows. Code that the driver
+  // loads later, when it is first launched, is not in it.
+  int64_t context_bytes = 0;
   int64_t slots_bytes = 0;
   int64_t store_bytes = 0;
   int64_t scratch_bytes = 0;

@@ -101,6 +101,10 @@ class AgentMemory final : public Memory {
                     const CopyOptions& options, Digest* digest) override;
   absl::StatusOr<std::vector<Digest>> DigestFrames(
       const FrameDigestRequest& request) override;
+  // Out of regions: each GPU's in one request, and through no slot.
+  absl::Status DigestEach(absl::Span<const CopyTask> tasks,
+                          const CopyOptions& options,
+                          absl::Span<Digest> digests) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
   // Not into GPU memory: INVALID_ARGUMENT (BAD_COPY).

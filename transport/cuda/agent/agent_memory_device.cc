@@ -212,10 +212,12 @@ absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
       status = gpu->agent->Copy(epoch, work.copies, options_.timeout);
     }
     if (status.ok() && digest != nullptr && !work.digested.pieces.empty()) {
-      const absl::StatusOr<Digest> part =
+      const absl::StatusOr<std::vector<Digest>> parts =
           gpu->agent->DigestOf(epoch, work.digested, options_.timeout);
-      status = part.status();
-      if (part.ok()) *digest += *part;
+      status = parts.status();
+      if (parts.ok()) {
+        for (const Digest& part : *parts) *digest += part;
+      }
     }
     if (!status.ok()) {
       gpu->agent->AwaitEnd(epoch, status);
@@ -280,6 +282,54 @@ absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::PlaceForChannel(
   const absl::StatusOr<AgentPlace> place = DevicePlaceOf(device, offset, bytes);
   if (!place.ok()) return place.status();
   return absl::optional<AgentPlace>(*place);
+}
+
+absl::Status AgentMemory::DigestEach(absl::Span<const CopyTask> tasks,
+                                     const CopyOptions& options,
+                                     absl::Span<Digest> digests) {
+  struct Work {
+    AgentPack pack;
+    std::vector<size_t> tasks;
+    Regions regions;
+  };
+  std::map<Gpu*, Work> works;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    absl::Status status = tasks[i].Validate();
+    if (!status.ok()) return status;
+    if (tasks[i].bytes() == 0) continue;
+    std::shared_ptr<const Region> region = FindRegion(tasks[i].source());
+    if (region == nullptr) {
+      status = Copy({tasks[i]}, options, &digests[i]);
+      if (!status.ok()) return status;
+      continue;
+    }
+    Work& work = works[region->gpu_];
+    work.tasks.push_back(i);
+    work.regions.push_back(std::move(region));
+  }
+  for (auto& [gpu, work] : works) {
+    const absl::StatusOr<uint64_t> epoch = AwaitEpoch(*gpu);
+    if (!epoch.ok()) return epoch.status();
+    for (size_t i = 0; i < work.tasks.size(); ++i) {
+      const absl::StatusOr<uint64_t> import = work.regions[i]->ImportOf(*epoch);
+      if (!import.ok()) return import.status();
+      AgentPiece piece;
+      piece.copy = tasks[work.tasks[i]];
+      piece.copy.dst = nullptr;
+      piece.source = {AgentPlace::Kind::kImport, *import,
+                      piece.copy.source() - work.regions[i]->data()};
+      work.pack.pieces.push_back(std::move(piece));
+    }
+    const absl::StatusOr<std::vector<Digest>> parts =
+        gpu->agent->DigestOf(*epoch, work.pack, options_.timeout);
+    if (!parts.ok()) {
+      gpu->agent->AwaitEnd(*epoch, parts.status());
+      return parts.status();
+    }
+    for (size_t i = 0; i < work.tasks.size(); ++i)
+      digests[work.tasks[i]] += (*parts)[i];
+  }
+  return absl::OkStatus();
 }
 
 absl::Status AgentMemory::Read(const char* from, absl::Span<char> to) {

@@ -291,6 +291,47 @@ TEST_F(AgentMemoryTest, ABucketMayComeFromTwoGpusAndTheHost) {
   Close({&a, &b});
 }
 
+// As many tensors as there may be: one question to each GPU's agent.
+TEST_F(AgentMemoryTest, DigestsOfEachTensorAreThoseOfTheSameBytes) {
+  Start();
+  Trainer one(0), two(1);
+  auto a = Open(one), b = Open(two);
+  ASSERT_TRUE(a != nullptr && b != nullptr);
+  const std::string bytes = RandomBytes(kBytes, 5),
+                    other = RandomBytes(kBytes, 6);
+  const std::string here = RandomBytes(7000, 77);
+  std::vector<CopyTask> tasks, same;
+  const auto add = [&](const char* base, const char* copy, int64_t offset,
+                       int64_t run) {
+    CopyTask task =
+        Piece(0, base + offset, run, static_cast<uint32_t>(tasks.size())).copy;
+    if (tasks.size() % 3 == 1) {
+      task.run_bytes = run / 10;
+      task.dims.push_back({5, run / 10, run / 10 + 32, 1000});
+    }
+    tasks.push_back(task);
+    task.src = copy + offset;
+    same.push_back(task);
+  };
+  for (int64_t i = 0; i < 40; ++i) {
+    add(a->data(), bytes.data(), 64 + i * 2000, 1600);
+    add(b->data(), other.data(), 96 + i * 3000, 2400);
+  }
+  add(a->data(), bytes.data(), 0, 300000);  // several frames
+  add(here.data(), here.data(), 0, 7000);
+  std::vector<Digest> got(tasks.size()), want(tasks.size());
+  const absl::Status status =
+      memory_->DigestEach(tasks, CopyOptions(), absl::MakeSpan(got));
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(
+      host_->DigestEach(same, CopyOptions(), absl::MakeSpan(want)).ok());
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    EXPECT_EQ(got[i], want[i]) << i;
+    EXPECT_NE(got[i], Digest()) << i;
+  }
+  Close({&a, &b});
+}
+
 TEST_F(AgentMemoryTest, CopiesGoIntoTheStoreRowByRow) {
   Start();
   Trainer trainer;

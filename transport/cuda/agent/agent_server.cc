@@ -345,6 +345,7 @@ class AgentServer {
     for (const auto& slot : slots_) told.slots_bytes += slot->bytes();
     // Also what is freed and open elsewhere.
     told.store_bytes = usage->segments_bytes - slots_segments_bytes_;
+    told.context_bytes = usage->context_bytes;
     told.scratch_bytes = usage->scratch_bytes;
     told.free_bytes = usage->free_bytes;
     told.total_bytes = usage->total_bytes;
@@ -471,9 +472,11 @@ class AgentServer {
       tasks.push_back(std::move(piece.copy));
       tasks.back().dst = nullptr;
     }
-    Digest digest;
-    const absl::Status status = memory_->Copy(tasks, CopyOptions(), &digest);
-    if (status.ok()) out->Put(digest);
+    std::vector<Digest> digests(tasks.size());
+    const absl::Status status =
+        memory_->DigestEach(tasks, CopyOptions(), absl::MakeSpan(digests));
+    if (!status.ok()) return status;
+    for (const Digest& digest : digests) out->Put(digest);
     return status;
   }
 

@@ -485,13 +485,20 @@ absl::Status DeviceAgent::Copy(uint64_t epoch,
   return Ask(epoch, AgentMessage::kCopy, out.bytes(), -1, deadline).status();
 }
 
-absl::StatusOr<Digest> DeviceAgent::DigestOf(uint64_t epoch,
-                                             const AgentPack& pack,
-                                             absl::Duration deadline) {
+absl::StatusOr<std::vector<Digest>> DeviceAgent::DigestOf(
+    uint64_t epoch, const AgentPack& pack, absl::Duration deadline) {
   const absl::StatusOr<std::string> answer =
       Ask(epoch, AgentMessage::kDigest, pack.Encode(), -1, deadline);
   if (!answer.ok()) return answer.status();
-  return AgentReader(*answer).Get<Digest>();
+  AgentReader in(*answer);
+  std::vector<Digest> digests;
+  for (size_t i = 0; i < pack.pieces.size(); ++i)
+    digests.push_back(in.Get<Digest>());
+  if (!in.done()) {
+    return MakeError(absl::StatusCode::kInternal, "BAD_JOB",
+                     "a device agent has digested something else");
+  }
+  return digests;
 }
 
 absl::StatusOr<std::vector<Digest>> DeviceAgent::DigestFrames(

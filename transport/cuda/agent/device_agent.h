@@ -115,9 +115,10 @@ class DeviceAgent {
       absl::Duration deadline);
   absl::Status Copy(uint64_t epoch, absl::Span<const AgentCopy> copies,
                     absl::Duration deadline);
-  // Of all pieces, which are read and go nowhere.
-  absl::StatusOr<Digest> DigestOf(uint64_t epoch, const AgentPack& pack,
-                                  absl::Duration deadline);
+  // Of each piece, which are read and go nowhere.
+  absl::StatusOr<std::vector<Digest>> DigestOf(uint64_t epoch,
+                                               const AgentPack& pack,
+                                               absl::Duration deadline);
   // Of those of its frames that it names, one for each.
   absl::StatusOr<std::vector<Digest>> DigestFrames(uint64_t epoch,
                                                    const AgentPack& pack,
