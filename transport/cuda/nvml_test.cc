@@ -3,7 +3,9 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include "tests/e2e/gpu_uuid.h"
+#include <string>
+
+#include "transport/cuda/device.h"
 #include "transport/cuda/sim_control.h"
 #include "transport/error.h"
 
@@ -12,26 +14,33 @@ namespace transport {
 namespace cuda {
 namespace {
 
+// Makes no context either.
+std::string UuidOf(size_t device) {
+  const auto devices = ListDevices();
+  EXPECT_TRUE(devices.ok()) << devices.status();
+  return devices.ok() ? devices->at(device).uuid : "";
+}
+
 TEST(NvmlTest, TellsWhatAContextTakes) {
   const auto nvml = Nvml::Open();
   ASSERT_TRUE(nvml.ok()) << nvml.status();
-  const auto before = (*nvml)->MemoryOf(e2e::UuidOf(1));
+  const auto before = (*nvml)->MemoryOf(UuidOf(1));
   ASSERT_TRUE(before.ok()) << before.status();
   // Looking makes none.
   EXPECT_FALSE(before->own_bytes.has_value());
   ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
-  const auto after = (*nvml)->MemoryOf(e2e::UuidOf(1));
+  const auto after = (*nvml)->MemoryOf(UuidOf(1));
   ASSERT_TRUE(after.ok()) << after.status();
   EXPECT_EQ(ContextBytes(*before, *after), 8 << 20);
   void* more = nullptr;
   ASSERT_EQ(cudaMalloc(&more, 4 << 20), cudaSuccess);
-  const auto with_more = (*nvml)->MemoryOf(e2e::UuidOf(1));
+  const auto with_more = (*nvml)->MemoryOf(UuidOf(1));
   ASSERT_TRUE(with_more.ok());
   EXPECT_EQ(*with_more->own_bytes - *after->own_bytes, 4 << 20);
   EXPECT_EQ(with_more->used_bytes - after->used_bytes, 4 << 20);
   EXPECT_EQ(cudaFree(more), cudaSuccess);
   // Of the other one nothing is taken.
-  const auto other = (*nvml)->MemoryOf(e2e::UuidOf(0));
+  const auto other = (*nvml)->MemoryOf(UuidOf(0));
   ASSERT_TRUE(other.ok());
   EXPECT_FALSE(other->own_bytes.has_value());
 }

