@@ -259,10 +259,11 @@ class FakeGpus::Channel final : public transport::tcp::PayloadChannel {
     pipe_ = PipeOf(offer);
     return offer;
   }
-  absl::Status Accept(absl::string_view offer) override {
+  absl::StatusOr<Acceptance> Accept(absl::string_view offer) override {
     pipe_ = PipeOf(std::string(offer));
-    return absl::OkStatus();
+    return Acceptance();
   }
+  absl::StatusOr<bool> Answered(absl::string_view) override { return true; }
   absl::Status Connect(absl::Duration, const Stopped&) override {
     return absl::OkStatus();
   }
@@ -297,6 +298,7 @@ class FakeGpus::Channel final : public transport::tcp::PayloadChannel {
     }
     return absl::OkStatus();
   }
+  void Finish() override {}
 
  private:
   absl::StatusOr<char*> Here(const char* address, size_t bytes) {
@@ -315,7 +317,7 @@ class FakeGpus::Channel final : public transport::tcp::PayloadChannel {
 
 transport::tcp::PayloadChannelFactory FakeGpus::Channels() {
   return
-      [this]()
+      [this](const std::string&)
           -> absl::StatusOr<std::unique_ptr<transport::tcp::PayloadChannel>> {
         absl::MutexLock lock(&mutex_);
         if (refuse_channels_) {

@@ -315,7 +315,7 @@ absl::Status InStream::OnMessage(const Header& header,
   }
   if (header.type == MessageType::kPayloadOffer && channel_ == nullptr)
     return OnOffer(payload);
-  if (channel_ == nullptr) ReceivesOver(false);
+  if (channel_ == nullptr && offered_ == nullptr) ReceivesOver(false);
   return hop_->OnMessage(header, payload);
 }
 
