@@ -355,12 +355,11 @@ absl::Status TrainerSessions::AddForeign(pid_t process,
   return absl::OkStatus();
 }
 
+// REQUIRES: CheckShards(request) is OK. It takes its time, and is done once.
 absl::StatusOr<std::shared_ptr<TrainerSessions::Registration>>
 TrainerSessions::Resolve(const Session& session,
                          const v1::RegisterShardsRequest& request,
                          const DeviceRegions& devices) {
-  const absl::Status status = CheckShards(request);
-  if (!status.ok()) return status;
   auto registration = std::make_shared<Registration>();
   for (const v1::MemoryRegion& region : request.regions()) {
     const int index = static_cast<int>(registration->regions.size());
@@ -474,13 +473,13 @@ void TrainerSessions::RegisterShards(
     answer->Finish(found.status());
     return;
   }
-  if (!HasDeviceMemory(request)) {
-    Register(*found, request, {}, std::move(answer));
-    return;
-  }
   const absl::Status status = CheckShards(request);
   if (!status.ok()) {
     answer->Finish(status);
+    return;
+  }
+  if (!HasDeviceMemory(request)) {
+    Register(*found, request, {}, std::move(answer));
     return;
   }
   // A GPU's agent may have to start first.
