@@ -80,6 +80,7 @@ const std::string& Coordinator::cluster_id() const {
   return core_->cluster_id();
 }
 int64_t Coordinator::term() const { return core_->term(); }
+CoordinatorCosts Coordinator::costs() const { return core_->costs(); }
 
 }  // namespace daemon
 }  // namespace weightsync

@@ -3,7 +3,7 @@
 // acts through Actions; it does no I/O, reads no clock and has no threads, so
 // that tests and simulations step it by hand.
 //
-//   Coordinator c(options, journal->recovered());
+//   Coordinator c(options, journal->state());
 //   Do(c.Start(now));
 //   for each report:      Do(c.OnReport(now, stream, report));
 //   for a broken stream:  Do(c.OnDisconnected(now, stream));
@@ -30,6 +30,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "daemon/coordinator/actions.h"
+#include "daemon/coordinator/costs.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/options.h"
 #include "daemon/coordinator/update_plan.h"
@@ -102,6 +103,7 @@ class Coordinator {
 
   const std::string& cluster_id() const;
   int64_t term() const;
+  CoordinatorCosts costs() const;
 
  private:
   std::unique_ptr<CoordinatorCore> core_;

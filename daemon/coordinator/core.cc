@@ -108,7 +108,6 @@ Actions CoordinatorCore::Start(absl::Time now) {
       continue;
     }
     layouts_[layout.first] = *std::move(known);
-    journalled_layouts_.insert(layout.first);
   }
   seen_term_ = term_;
   if (journal_.adopted_term != 0 && journal_.adopted_term == journal_.term) {
@@ -367,76 +366,6 @@ ModelRun* CoordinatorCore::Model(const std::string& name) {
   return &model;
 }
 
-void CoordinatorCore::Forget() {
-  for (auto& entry : models_) {
-    ModelRun& model = entry.second;
-    if (now_ - start_time_ >= options_.lost_replica_ttl) {
-      model.unseen_replicas.clear();
-    }
-    for (auto it = model.replicas.begin(); it != model.replicas.end();) {
-      const ReplicaEntry* replica =
-          registry_.FindReplica(model.name, it->first);
-      const bool old = it->second.lost &&
-                       now_ - it->second.lost_time >= options_.lost_replica_ttl;
-      if (old && (replica == nullptr || replica->Empty())) {
-        registry_.ForgetReplica(model.name, it->first);
-        it = model.replicas.erase(it);
-      } else {
-        ++it;
-      }
-    }
-  }
-  std::set<std::string> named;
-  std::set<UpdateKey> used = {0};
-  const auto use = [&](const std::string& update_id) {
-    used.insert(FindKey(update_id));
-  };
-  for (const auto& entry : models_) {
-    const ModelRun& model = entry.second;
-    for (const CommittedUpdate& commit : model.commits) {
-      named.insert(commit.layout_id);
-      use(commit.update_id);
-    }
-    for (const auto& update : model.updates) {
-      named.insert(update->record.layout_id());
-      used.insert(update->key);
-    }
-    for (std::string& id : model.layouts.ids()) named.insert(std::move(id));
-    if (model.fetch != nullptr) used.insert(model.fetch->update);
-    for (const v1::Version& version : model.ended) use(version.update_id());
-    for (const auto& replica : model.replicas) {
-      const ReplicaState& machine = replica.second.machine;
-      used.insert({machine.target, machine.served.update,
-                   replica.second.installing, replica.second.given_up});
-      for (const ReplicaWorker& worker : machine.workers) {
-        used.insert(worker.content.update);
-      }
-      for (const Holder& holder : machine.holders) used.insert(holder.update);
-      for (const v1::ReplicaTimes& times : replica.second.history) {
-        use(times.update_id());
-      }
-    }
-  }
-  for (const AdminWait& wait : waits_) used.insert(wait.update);
-  for (auto it = layouts_.begin(); it != layouts_.end();) {
-    it = named.count(it->first) == 0 ? layouts_.erase(it) : std::next(it);
-  }
-  for (auto it = ids_.begin(); it != ids_.end();) {
-    if (used.count(it->first) != 0) {
-      ++it;
-      continue;
-    }
-    told_versions_.erase(it->first);
-    keys_.erase(it->second);
-    it = ids_.erase(it);
-  }
-  for (auto it = journal_.requests.begin(); it != journal_.requests.end();) {
-    const bool old =
-        now_ - FromProto(it->second.opened.time()) >= options_.request_ttl;
-    it = old ? journal_.requests.erase(it) : std::next(it);
-  }
-}
-
 v1::NodeCommand* CoordinatorCore::SendTo(const std::string& name) {
   const NodeRun* node = ConnectedNode(name);
   SendCommand* send = Add<SendCommand>();
@@ -464,6 +393,15 @@ void CoordinatorCore::Changed(const v1::Version& record) {
   changed->model = name.substr(0, name.find("/versions/"));
   changed->version = record.version();
   changed->update_id = record.update_id();
+}
+
+CoordinatorCosts CoordinatorCore::costs() const {
+  CoordinatorCosts costs;
+  costs.catalogs = registry_.fits();
+  costs.needed_buckets = needs_.computed();
+  costs.missing_buckets = missing_computed_;
+  costs.collections = collections_;
+  return costs;
 }
 
 UpdateKey CoordinatorCore::KeyOf(const std::string& update_id) {

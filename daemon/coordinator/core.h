@@ -1,13 +1,16 @@
 // The coordinator's insides: one class whose member functions lie in several
 // files, each with one idea.
-//   core.cc          entry points, nodes, heartbeats, ticks
+//   core.cc          entry points, heartbeats, ticks
+//   core_nodes.cc    the daemons of the cluster
+//   core_forget.cc   what nobody names any more
 //   core_members.cc  ranks, replicas and workers come and go
 //   core_stale.cc    replicas that may serve on while their node is away
 //   core_publish.cc  publishes: calls of ranks, opening an update
 //   core_update.cc   events for the update machine, and what its actions mean
 //   core_replica.cc  the same for the replica machines
 //   core_install.cc  install an update from a holder: late join, repair,
-//                    rollback; fetching it to a node that lacks it
+//                    rollback
+//   core_fetch.cc    fetching it to a node that lacks it
 //   core_admin.cc    what operators ask for: pause, rollback, drain, adopt, …
 //   core_remove.cc   RemoveModel: taking a model out of its engines
 //   core_verify.cc   VerifyReplica
@@ -37,273 +40,19 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "daemon/coordinator/actions.h"
-#include "daemon/coordinator/checkpoint_machine.h"
-#include "daemon/coordinator/convert.h"
+#include "daemon/coordinator/core_runs.h"
+#include "daemon/coordinator/costs.h"
 #include "daemon/coordinator/journal_state.h"
 #include "daemon/coordinator/known_layout.h"
+#include "daemon/coordinator/need_book.h"
 #include "daemon/coordinator/options.h"
-#include "daemon/coordinator/publish_book.h"
 #include "daemon/coordinator/registry.h"
-#include "daemon/coordinator/replica_machine.h"
-#include "daemon/coordinator/update_machine.h"
 #include "daemon/coordinator/update_plan.h"
-#include "schedule/describe.h"
 
 namespace weightsync {
 namespace daemon {
-
-// PublishCall::options for people.
-std::string ShowOptions(const std::string& options);
-
-struct NodeRun {
-  std::string name;
-  v1::Hello hello;
-  // Empty: its stream broke, and it is lost after `lost_time`.
-  std::string stream;
-  bool ready = false;  // HelloDone was said on this stream
-  bool lost = false;
-  absl::Time connect_time;
-  absl::Time last_report;
-  absl::Time last_heartbeat;
-  absl::Time lost_time;
-  v1::MemoryUse memory;
-  // Whole updates in its store, newest first: (model, update_id).
-  std::vector<std::pair<std::string, std::string>> held;
-  // Buckets that were fetched to it beyond what the layout says it receives, by
-  // update_id.
-  std::map<std::string, std::set<uint32_t>> fetched;
-  // Takes no new replicas and no updates, and is no holder.
-  bool draining = false;
-  // By model: layouts that were defined on this stream and that its LayoutBook
-  // still keeps, oldest first.
-  std::map<std::string, std::deque<std::string>> layouts;
-  // Ranks, replicas and workers named on this stream; see HelloDone.
-  std::set<std::string> said;
-
-  bool Holds(const std::string& update_id) const;
-};
-
-// What is known of an update that was committed; update_id empty: none.
-struct CommittedUpdate {
-  std::string update_id;
-  int64_t version = 0;
-  int64_t step = 0;
-  std::string layout_id;
-  int64_t term = 0;
-  // Null: the layout cannot be computed any more (or an adopted cluster's is
-  // not known): nothing can be installed from it.
-  std::shared_ptr<const KnownLayout> layout;
-  // How it is to be installed.
-  v1::UpdateOptions options;
-  std::vector<v1::BucketDigest> manifest;
-  std::vector<v1::TensorDigest> tensors;
-  // No holder of its bytes is left.
-  bool lost = false;
-
-  // Whose stores have its bytes: sources (SNAPSHOT), receivers (STAGE).
-  bool SourcesHold() const {
-    return options.publish_mode() != v1::PUBLISH_MODE_IN_PLACE;
-  }
-  bool ReceiversHold() const {
-    return options.update_mode() != v1::UPDATE_MODE_STREAM;
-  }
-};
-
-struct UpdateRun {
-  std::string model;
-  std::string update_id;
-  UpdateKey key = 0;
-  v1::UpdateOptions options;
-  std::shared_ptr<const KnownLayout> layout;
-  UpdateConfig config;
-  UpdateState machine;
-  // What GetVersion shows; phases are added as they end.
-  v1::Version record;
-  std::string phase_name;
-  absl::Time phase_begin;
-  absl::Time begin;
-  std::map<int32_t, int> rank_index;
-  std::map<std::string, int> replica_index;  // by short name
-  std::vector<v1::BucketDigest> manifest;
-  std::map<int32_t, v1::Digest> tensors;  // by ordinal, summed over ranks
-  // Null for one that an earlier term committed.
-  std::shared_ptr<const schedule::PolicyPlan> plan;
-  // By phase, as PhaseTime names them.
-  std::map<std::string, absl::Duration> predicted;
-  std::vector<v1::Flow> flows;
-  int64_t flows_epoch = -1;
-  std::string group_secret;
-  int64_t publish_index = 0;
-  bool recovered = false;
-  // By way of disk: key into checkpoints_; empty: not begun, or of a load.
-  std::string checkpoint;
-  // Nodes that wait for it to be begun, and to be complete.
-  std::set<int> disk_preparing;
-  std::set<int> disk_moving;
-};
-
-// A checkpoint that nodes write, for SaveVersion or for an update.
-struct CheckpointRun {
-  std::string id;
-  std::string model;
-  // What is written.
-  std::string update_id;
-  int64_t version = 0;
-  std::shared_ptr<const KnownLayout> layout;
-  std::string path;
-  std::string temporary;
-  std::string marker;
-  std::string template_path;
-  bool overwrite = false;
-  int64_t max_shard_bytes = 0;
-  struct Writer {
-    std::string node;
-    std::vector<int32_t> buckets;
-    // Of the last command; empty: it is answered.
-    std::string command_id;
-    v1::NodeCommand command;
-  };
-  std::vector<Writer> writers;
-  CheckpointState machine;
-  absl::Time begin;
-  int64_t written_bytes = 0;
-  int shard_count = 0;
-  // The update that comes by it. Else it is a SaveVersion's.
-  bool of_update = false;
-};
-
-// A LoadVersion that is not an update yet.
-struct LoadRun {
-  std::string id;
-  v1::LoadVersionRequest call;
-  v1::UpdateOptions options;
-  std::string path;
-  // Who reads the headers; what they say, when it has.
-  std::string node;
-  bool read = false;
-  std::vector<v1::Parameter> parameters;
-  absl::Time begin;
-  absl::Time deadline;
-};
-
-struct ReplicaRun {
-  std::string model;
-  std::string name;
-  std::string incarnation;
-  ReplicaState machine;
-  // A late join, repair, rollback or removal (kRemoval) under way: this update
-  // is being installed.
-  UpdateKey installing = 0;
-  // It was tried for this one, in vain: not again.
-  UpdateKey given_up = 0;
-  // Fetches to its nodes that failed one after the other, and when to try again
-  // at the earliest.
-  int fetch_failures = 0;
-  absl::Time not_before = absl::InfinitePast();
-  // What the engine said that its pause did.
-  std::string pause_detail;
-  // Newest last.
-  std::deque<v1::ReplicaTimes> history;
-  v1::Failure last_failure;
-  // Nodes of its that are away, with when each was last heard of. What ran
-  // there may run on, with `may_serve`, for sentences.
-  std::map<std::string, absl::Time> away;
-  std::string may_serve;
-  // Set while it is not complete after it had been.
-  bool lost = false;
-  absl::Time lost_time;
-};
-
-// An update on its way from holders to nodes that lack it.
-struct FetchRun {
-  UpdateKey update = 0;
-  CommittedUpdate of;
-  int64_t epoch = 0;
-  std::string secret;
-  // [holder, target] with the buckets, as told.
-  std::vector<v1::Flow> flows;
-  std::set<std::string> holders;
-  // Who has yet to get all of it, and who has it.
-  std::set<std::string> targets;
-  std::set<std::string> done;
-  // Who has yet to answer PrepareUpdate.
-  std::set<std::string> preparing;
-  bool moving = false;
-  absl::Time deadline;
-  std::map<std::string, int64_t> received_bytes;
-};
-
-// A call of an operator that waits for something.
-struct AdminWait {
-  int64_t request = 0;
-  AdminRequest call;
-  std::string model;
-  std::string replica;
-  UpdateKey update = 0;
-  absl::Time deadline;
-  // VerifyReplica: who has answered.
-  std::string command_id;
-  std::map<int, v1::WorkerDigests> digests;
-  // SaveVersion: key into checkpoints_. LoadVersion: LoadRun::id, until it is
-  // `update`.
-  std::string job;
-};
-
-// A Prepare that nodes have yet to answer.
-struct PrepareJob {
-  std::vector<std::pair<int64_t, absl::Time>> requests;  // number, deadline
-  std::string update_id;
-  int64_t epoch = 0;
-  std::set<std::string> waiting;  // nodes
-  absl::Time begin;
-  v1::PrepareResponse response;
-};
-
-// Ended updates of a model that a node which comes back is told about.
-inline constexpr int kEndsTold = 4;
-
-struct ModelRun {
-  std::string name;
-  PublishBook book{&ShowOptions};
-  // Oldest first; at most two: the one that is delivered, and the one behind.
-  std::vector<std::unique_ptr<UpdateRun>> updates;
-  // Oldest first, at most kOlderCommits + 1.
-  std::deque<CommittedUpdate> commits;
-  // The rollback that holds the model; no update_id: none.
-  std::string held_update_id;
-  // Replicas that an operator keeps paused, present or not.
-  std::set<std::string> held_replicas;
-  // Taken out of its engines, and nothing was committed since.
-  bool removed = false;
-  // Replicas that the journal names and that have not come in this term.
-  std::set<std::string> unseen_replicas;
-  std::unique_ptr<FetchRun> fetch;
-  // (node, update_id) that were told to keep it.
-  std::set<std::pair<std::string, std::string>> pins;
-  // Newest last.
-  std::deque<v1::Version> ended;
-  // Of those that were deleted, or removed with the model: nodes that come back
-  // are told so much still.
-  std::deque<v1::EndUpdate> forgotten;
-  int64_t epoch = 0;
-  std::map<std::string, ReplicaRun> replicas;
-  std::unique_ptr<PrepareJob> prepare;
-  // In the order in which they came.
-  std::vector<std::unique_ptr<LoadRun>> loads;
-  RecentLayouts layouts;
-
-  // The newest committed one; no update_id: none.
-  const CommittedUpdate& Newest() const;
-  const CommittedUpdate* FindCommit(const std::string& update_id) const;
-  // Short names of the replicas that are known and not whole now.
-  std::vector<std::string> AbsentReplicas() const;
-  // What replicas shall have: what a rollback holds, else the newest; null:
-  // nothing, or nobody has its bytes any more.
-  const CommittedUpdate* Wanted() const;
-  // Null: none with that id runs.
-  UpdateRun* FindUpdate(const std::string& update_id) const;
-};
 
 // What the machine has to know of the options.
 void SetPolicies(const v1::UpdateOptions& options, UpdateConfig* config);
@@ -331,6 +80,7 @@ class CoordinatorCore {
 
   const std::string& cluster_id() const { return cluster_id_; }
   int64_t term() const { return term_; }
+  CoordinatorCosts costs() const;
 
  private:
   friend class Queries;
@@ -347,6 +97,9 @@ class CoordinatorCore {
   void Disconnected(NodeRun* node);
   // Everything on it is gone, its store too.
   void LoseNode(NodeRun* node, const Fault& fault);
+  // What has a part at the node; `unsaid`: only what it has not named.
+  void LoseParts(const NodeRun& node, const std::string& model, bool unsaid,
+                 const Fault& fault);
   // What ended while the node may not have listened.
   void SendEnds(NodeRun* node);
   // What of what it holds is pinned, and what is not.
@@ -358,7 +111,6 @@ class CoordinatorCore {
   // Null unless its stream is up.
   NodeRun* ConnectedNode(const std::string& name);
   ModelRun* Model(const std::string& name);
-  void Forget();
   // The actions of this call, in order.
   Actions Take();
   // Another one, made in its place. Valid until the next.
@@ -375,6 +127,13 @@ class CoordinatorCore {
                      const Fault& fault);
   internal::v1::JournalRecord* Write();
   void Changed(const v1::Version& record);
+
+  // ---- core_forget.cc ----
+  void Forget();
+  void ForgetReplicas(ModelRun* model);
+  void ForgetNodes();
+  // Layouts, keys of updates and needs of workers that nobody names.
+  void ForgetUnnamed();
 
   // ---- core_members.cc ----
   void ClaimRank(NodeRun* node, int64_t correlation,
@@ -498,6 +257,9 @@ class CoordinatorCore {
   void SettleAll(ModelRun* model);
   void FenceMix(ReplicaRun* replica);
   void StartInstall(ReplicaRun* replica, const CommittedUpdate& update);
+  // Begins to install it where all bytes are there, or gives up where they
+  // cannot be had now; true: they have to be fetched.
+  bool FindBytes(ReplicaRun* replica, const CommittedUpdate& update);
   void HoldForInstall(ReplicaRun* replica);
   // What the replica shall have now: a key, kRemoval, or 0: nothing is wanted.
   UpdateKey WantedBy(const ReplicaRun& replica);
@@ -505,11 +267,27 @@ class CoordinatorCore {
   // their nodes lack, by node; false: it does not fit the update's layout.
   bool Missing(const ReplicaRun& replica, const CommittedUpdate& update,
                std::map<std::string, std::set<uint32_t>>* missing);
-  bool HasBucket(const NodeRun& node, const CommittedUpdate& update,
-                 uint32_t bucket) const;
-  // The nearest node that can send it to `target`; null: none can.
-  const NodeRun* HolderOf(const CommittedUpdate& update, uint32_t bucket,
-                          const std::string& target) const;
+  // Of an install under way: a fetch runs, and what it brings is waited for.
+  bool AwaitsFetch(const ReplicaRun& replica, UpdateKey update);
+  // The replicas with a worker there.
+  std::vector<ReplicaRun*> ReplicasOn(ModelRun* model, const std::string& node);
+  // Something came to the node's store, or the node is back.
+  void NodeHasNews(const std::string& node);
+  void ForgetFailedEdges(const std::string& node);
+  // A fetch over it, from and to, failed not long ago.
+  bool EdgeFailed(const std::pair<std::string, std::string>& edge) const;
+  // Who has something of the update and can send it to `target`, the nearest
+  // first.
+  std::vector<Holdings> HoldersFor(const CommittedUpdate& update,
+                                   const std::string& target) const;
+  // Null: none of them.
+  static const NodeRun* HolderOf(const std::vector<Holdings>& holders,
+                                 uint32_t bucket);
+  // The first of the buckets that are missing, with the node that lacks it,
+  // that nobody can send there; nullopt: all can be had.
+  absl::optional<std::pair<std::string, uint32_t>> Unheld(
+      const CommittedUpdate& update,
+      const std::map<std::string, std::set<uint32_t>>& missing) const;
   bool AnyHolder(const CommittedUpdate& update) const;
   bool Drained(const ReplicaRun& replica) const;
   bool NodesConnected(const ReplicaRun& replica);
@@ -708,15 +486,19 @@ class CoordinatorCore {
   // Numbers of updates by the word of workers that hold them: a record may be
   // gone before the last replica that serves it.
   std::map<UpdateKey, int64_t> told_versions_;
-  std::set<std::string> journalled_layouts_;
   // Update ids by key; 0 is "". Those that nothing names any more are trimmed.
   std::map<UpdateKey, std::string> ids_;
   std::map<std::string, UpdateKey> keys_;
   UpdateKey next_key_ = 1;
   std::vector<AdminWait> waits_;
   std::map<std::string, std::unique_ptr<CheckpointRun>> checkpoints_;
-  // (from, to) that a fetch failed over: other holders are tried first.
-  std::set<std::pair<std::string, std::string>> failed_edges_;
+  // (from, to) that a fetch failed over, with when: for a while other holders
+  // are tried first.
+  std::map<std::pair<std::string, std::string>, absl::Time> failed_edges_;
+  NeedBook needs_;
+  int64_t missing_computed_ = 0;
+  int64_t collections_ = 0;
+  absl::Time forget_time_ = absl::InfinitePast();
   int64_t next_verify_ = 1;
 };
 

@@ -202,13 +202,10 @@ void CoordinatorCore::Rollback(AdminWait wait,
       continue;
     }
     std::map<std::string, std::set<uint32_t>> missing;
-    bool found = Missing(replica, *target, &missing);
-    for (const auto& node : missing) {
-      for (const uint32_t bucket : node.second) {
-        found = found && HolderOf(*target, bucket, node.first) != nullptr;
-      }
+    if (Missing(replica, *target, &missing) &&
+        !Unheld(*target, missing).has_value()) {
+      continue;
     }
-    if (found) continue;
     return Answer(
         wait, Error(StatusCode::kFailedPrecondition, "NO_HOLDER",
                     absl::StrCat("no node holds what ", replica.machine.name,

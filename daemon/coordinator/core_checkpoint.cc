@@ -156,9 +156,10 @@ std::vector<CheckpointRun::Writer> CoordinatorCore::WritersOf(
     for (const auto& entry : nodes_) {
       const NodeRun& node = entry.second;
       if (node.stream.empty() || node.draining) continue;
+      const Holdings holdings(node, update);
       std::vector<int32_t> held;
       for (const uint32_t bucket : left) {
-        if (HasBucket(node, update, bucket)) {
+        if (holdings.Has(bucket)) {
           held.push_back(static_cast<int32_t>(bucket));
         }
       }

@@ -14,6 +14,10 @@ using absl::StatusCode;
 
 namespace {
 
+// For so long other holders are tried before one that a fetch has failed from:
+// what was wrong with the way may be mended.
+constexpr absl::Duration kEdgeMemory = absl::Minutes(5);
+
 std::string LabelOf(const NodeRun& node, const char* key) {
   auto it = node.hello.labels().find(key);
   return it == node.hello.labels().end() ? std::string() : it->second;
@@ -32,26 +36,60 @@ int Nearness(const NodeRun& a, const NodeRun& b) {
 
 }  // namespace
 
-const NodeRun* CoordinatorCore::HolderOf(const CommittedUpdate& update,
-                                         uint32_t bucket,
-                                         const std::string& target) const {
+bool CoordinatorCore::EdgeFailed(
+    const std::pair<std::string, std::string>& edge) const {
+  const auto failed = failed_edges_.find(edge);
+  return failed != failed_edges_.end() && now_ < failed->second + kEdgeMemory;
+}
+
+void CoordinatorCore::ForgetFailedEdges(const std::string& node) {
+  for (auto it = failed_edges_.begin(); it != failed_edges_.end();) {
+    const bool of_it = it->first.first == node || it->first.second == node;
+    it = of_it ? failed_edges_.erase(it) : std::next(it);
+  }
+}
+
+std::vector<Holdings> CoordinatorCore::HoldersFor(
+    const CommittedUpdate& update, const std::string& target) const {
   const NodeRun& to = nodes_.at(target);
-  const NodeRun* best = nullptr;
-  int best_score = 0;
+  std::vector<std::pair<int, Holdings>> scored;
   for (const auto& entry : nodes_) {
     const NodeRun& node = entry.second;
-    if (node.stream.empty() || node.draining || node.name == target ||
-        !HasBucket(node, update, bucket)) {
-      continue;
-    }
+    if (node.stream.empty() || node.draining || node.name == target) continue;
+    const Holdings holdings(node, update);
+    if (!holdings.any()) continue;
     // One that has just failed this node comes last.
-    const bool failed = failed_edges_.count({node.name, target}) != 0;
-    const int score = 1 + Nearness(node, to) + (failed ? 0 : 10);
-    if (score <= best_score) continue;
-    best = &node;
-    best_score = score;
+    const bool failed = EdgeFailed({node.name, target});
+    scored.emplace_back(Nearness(node, to) + (failed ? 0 : 10), holdings);
   }
-  return best;
+  std::stable_sort(
+      scored.begin(), scored.end(),
+      [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<Holdings> holders;
+  for (const auto& holder : scored) holders.push_back(holder.second);
+  return holders;
+}
+
+const NodeRun* CoordinatorCore::HolderOf(const std::vector<Holdings>& holders,
+                                         uint32_t bucket) {
+  for (const Holdings& holder : holders) {
+    if (holder.Has(bucket)) return &holder.node();
+  }
+  return nullptr;
+}
+
+absl::optional<std::pair<std::string, uint32_t>> CoordinatorCore::Unheld(
+    const CommittedUpdate& update,
+    const std::map<std::string, std::set<uint32_t>>& missing) const {
+  for (const auto& node : missing) {
+    const std::vector<Holdings> holders = HoldersFor(update, node.first);
+    for (const uint32_t bucket : node.second) {
+      if (HolderOf(holders, bucket) == nullptr) {
+        return std::make_pair(node.first, bucket);
+      }
+    }
+  }
+  return absl::nullopt;
 }
 
 void CoordinatorCore::TryFetch(ModelRun* model) {
@@ -79,8 +117,9 @@ void CoordinatorCore::TryFetch(ModelRun* model) {
   for (const auto& node : lacking) {
     std::map<std::string, std::vector<uint32_t>> from;
     bool complete = true;
+    const std::vector<Holdings> holders = HoldersFor(*wanted, node.first);
     for (const uint32_t bucket : node.second) {
-      const NodeRun* holder = HolderOf(*wanted, bucket, node.first);
+      const NodeRun* holder = HolderOf(holders, bucket);
       complete = complete && holder != nullptr;
       if (holder != nullptr) from[holder->name].push_back(bucket);
     }
@@ -207,7 +246,7 @@ bool CoordinatorCore::FetchVerified(ModelRun* model, const std::string& name,
   if (!fault.ok()) {
     fault.message = SaidBy(absl::StrCat("node ", name), fault.message);
     if (!report.edge_from().empty()) {
-      failed_edges_.insert({report.edge_from(), report.edge_to()});
+      failed_edges_[{report.edge_from(), report.edge_to()}] = now_;
       fault.message = absl::StrCat("edge ", report.edge_from(), " -> ",
                                    report.edge_to(), ": ", fault.message);
     }
@@ -224,14 +263,21 @@ bool CoordinatorCore::FetchVerified(ModelRun* model, const std::string& name,
   }
   for (const v1::Flow& flow : fetch->flows) {
     if (flow.members(1).node() != name) continue;
+    failed_edges_.erase({flow.members(0).node(), name});
     for (const int32_t bucket : flow.buckets()) {
       node->fetched[update_id].insert(static_cast<uint32_t>(bucket));
     }
   }
   fetch->done.insert(name);
   Pin(model, name, update_id, true);
-  if (fetch->targets.empty()) EndFetch(model);
-  SettleAll(model);
+  NodeHasNews(name);
+  // The others lack what they lacked, unless another fetch can begin.
+  if (fetch->targets.empty()) {
+    EndFetch(model);
+    SettleAll(model);
+  } else {
+    for (ReplicaRun* replica : ReplicasOn(model, name)) Settle(replica);
+  }
   return true;
 }
 
@@ -246,7 +292,7 @@ void CoordinatorCore::FetchFailed(ModelRun* model, const std::string& name,
       if (flow.members(0).node() != name || fetch->targets.count(target) == 0) {
         continue;
       }
-      failed_edges_.insert({name, target});
+      failed_edges_[{name, target}] = now_;
       failed.insert(target);
     }
     fetch->preparing.erase(name);
@@ -254,7 +300,7 @@ void CoordinatorCore::FetchFailed(ModelRun* model, const std::string& name,
   if (fetch->targets.count(name) != 0) {
     for (const v1::Flow& flow : fetch->flows) {
       if (flow.members(1).node() == name) {
-        failed_edges_.insert({flow.members(0).node(), name});
+        failed_edges_[{flow.members(0).node(), name}] = now_;
       }
     }
     failed.insert(name);

@@ -43,24 +43,29 @@ bool CoordinatorCore::NodesConnected(const ReplicaRun& replica) {
                      });
 }
 
-bool CoordinatorCore::HasBucket(const NodeRun& node,
-                                const CommittedUpdate& update,
-                                uint32_t bucket) const {
-  if (node.lost || !node.Holds(update.update_id)) return false;
-  auto fetched = node.fetched.find(update.update_id);
-  if (fetched != node.fetched.end() && fetched->second.count(bucket) != 0) {
+Holdings::Holdings(const NodeRun& node, const CommittedUpdate& update)
+    : node_(&node),
+      update_(&update),
+      any_(!node.lost && node.Holds(update.update_id)) {
+  if (!any_) return;
+  const auto fetched = node.fetched.find(update.update_id);
+  if (fetched != node.fetched.end()) fetched_ = &fetched->second;
+  const auto index = update.layout->node_index.find(node.name);
+  if (index != update.layout->node_index.end()) index_ = index->second;
+}
+
+bool Holdings::Has(uint32_t bucket) const {
+  if (!any_) return false;
+  if (fetched_ != nullptr && fetched_->count(bucket) != 0) return true;
+  if (index_ < 0) return false;
+  const auto& plan = update_->layout->layout.plan;
+  if (update_->SourcesHold() && plan.bucket(bucket).source_node == index_) {
     return true;
   }
-  auto index = update.layout->node_index.find(node.name);
-  if (index == update.layout->node_index.end()) return false;
-  const auto& plan = update.layout->layout.plan;
-  if (update.SourcesHold() &&
-      plan.bucket(bucket).source_node == index->second) {
-    return true;
-  }
-  const auto needed = plan.need_nodes(bucket);
-  return update.ReceiversHold() &&
-         std::find(needed.begin(), needed.end(), index->second) != needed.end();
+  // Ascending.
+  const auto& needed = plan.need_nodes(bucket);
+  return update_->ReceiversHold() &&
+         std::binary_search(needed.begin(), needed.end(), index_);
 }
 
 bool CoordinatorCore::AnyHolder(const CommittedUpdate& update) const {
@@ -78,17 +83,47 @@ bool CoordinatorCore::Missing(
   if (update.layout == nullptr) return false;
   const ReplicaEntry* entry =
       registry_.FindReplica(replica.model, replica.name);
+  ++missing_computed_;
   for (const WorkerEntry& worker : entry->workers) {
     const NodeRun* node = ConnectedNode(worker.node);
-    const auto needed = NeededBuckets(*update.layout, worker.registration);
-    if (node == nullptr || !needed.has_value()) return false;
+    if (node == nullptr) return false;
+    const auto& needed = needs_.Of(*update.layout, worker);
+    if (!needed.has_value()) return false;
+    const Holdings holdings(*node, update);
     for (const uint32_t bucket : *needed) {
-      if (!HasBucket(*node, update, bucket)) {
-        (*missing)[node->name].insert(bucket);
-      }
+      if (!holdings.Has(bucket)) (*missing)[node->name].insert(bucket);
     }
   }
   return true;
+}
+
+bool CoordinatorCore::AwaitsFetch(const ReplicaRun& replica, UpdateKey update) {
+  const FetchRun* fetch = Model(replica.model)->fetch.get();
+  return replica.lacks && replica.installing == update && fetch != nullptr &&
+         fetch->update == update;
+}
+
+std::vector<ReplicaRun*> CoordinatorCore::ReplicasOn(ModelRun* model,
+                                                     const std::string& node) {
+  std::vector<ReplicaRun*> on_it;
+  for (auto& entry : model->replicas) {
+    const ReplicaEntry* replica =
+        registry_.FindReplica(model->name, entry.first);
+    if (replica != nullptr &&
+        std::any_of(replica->workers.begin(), replica->workers.end(),
+                    [&node](const WorkerEntry& w) { return w.node == node; })) {
+      on_it.push_back(&entry.second);
+    }
+  }
+  return on_it;
+}
+
+void CoordinatorCore::NodeHasNews(const std::string& node) {
+  for (auto& entry : models_) {
+    for (ReplicaRun* replica : ReplicasOn(&entry.second, node)) {
+      replica->lacks = false;
+    }
+  }
 }
 
 // ---- What is done about it ----
@@ -112,8 +147,8 @@ void CoordinatorCore::Settle(ReplicaRun* replica) {
       const CommittedUpdate* commit = model->FindCommit(update->update_id);
       std::map<std::string, std::set<uint32_t>> missing;
       if (back.installed ||
-          (commit != nullptr && Missing(*replica, *commit, &missing) &&
-           missing.empty())) {
+          (commit != nullptr && !AwaitsFetch(*replica, update->key) &&
+           Missing(*replica, *commit, &missing) && missing.empty())) {
         Post(*update, std::move(back));
         return;
       }
@@ -202,19 +237,20 @@ void CoordinatorCore::FenceMix(ReplicaRun* replica) {
   Step(replica, fence);
 }
 
-void CoordinatorCore::StartInstall(ReplicaRun* replica,
-                                   const CommittedUpdate& update) {
+bool CoordinatorCore::FindBytes(ReplicaRun* replica,
+                                const CommittedUpdate& update) {
   ModelRun* model = Model(replica->model);
   std::map<std::string, std::set<uint32_t>> missing;
   if (!Missing(*replica, update, &missing)) {
     // Its workers want what this update does not have.
     DropInstall(replica);
-    return;
+    return false;
   }
   const UpdateKey key = KeyOf(update.update_id);
   if (missing.empty()) {
     replica->installing = key;
     replica->fetch_failures = 0;
+    replica->lacks = false;
     HoldForInstall(replica);
     if (replica->installing == key && replica->machine.PausedForAll() &&
         replica->machine.target != key) {
@@ -223,39 +259,43 @@ void CoordinatorCore::StartInstall(ReplicaRun* replica,
       install.update = key;
       Step(replica, install);
     }
-    return;
+    return false;
   }
   const UpdateRun* running = model->FindUpdate(update.update_id);
   if (running != nullptr && !running->recovered) {
     // Its groups are in use: settled again when it has ended.
     DropInstall(replica);
-    return;
+    return false;
   }
-  for (const auto& node : missing) {
-    for (const uint32_t bucket : node.second) {
-      if (HolderOf(update, bucket, node.first) != nullptr) continue;
-      DropInstall(replica);
-      const absl::Time patience = start_time_ + options_.recovery_timeout;
-      if (now_ < patience) {
-        // Nodes are still coming back.
-        replica->not_before = patience;
-        return;
-      }
-      if (!AnyHolder(update)) {
-        MarkLost(model, update.update_id);
-        return;
-      }
-      replica->last_failure = ToProto(
-          Fault(StatusCode::kUnavailable, "NO_HOLDER",
-                absl::StrCat("no node that can be reached holds bucket ",
-                             bucket, " of version ", update.version, " of ",
-                             model->name, ", which node ", node.first,
-                             " lacks; it is looked for "
-                             "again")));
-      replica->not_before = now_ + kFirstRetry;
-      return;
-    }
+  const auto unheld = Unheld(update, missing);
+  if (!unheld.has_value()) return true;
+  DropInstall(replica);
+  const absl::Time patience = start_time_ + options_.recovery_timeout;
+  if (now_ < patience) {
+    // Nodes are still coming back.
+    replica->not_before = patience;
+    return false;
   }
+  if (!AnyHolder(update)) {
+    MarkLost(model, update.update_id);
+    return false;
+  }
+  replica->last_failure = ToProto(
+      Fault(StatusCode::kUnavailable, "NO_HOLDER",
+            absl::StrCat("no node that can be reached holds bucket ",
+                         unheld->second, " of version ", update.version, " of ",
+                         model->name, ", which node ", unheld->first,
+                         " lacks; it is looked for again")));
+  replica->not_before = now_ + kFirstRetry;
+  return false;
+}
+
+void CoordinatorCore::StartInstall(ReplicaRun* replica,
+                                   const CommittedUpdate& update) {
+  const UpdateKey key = KeyOf(update.update_id);
+  const bool awaits = AwaitsFetch(*replica, key);
+  if (!awaits && !FindBytes(replica, update)) return;
+  replica->lacks = true;
   replica->installing = key;
   // What an engine came with is no version at all: it waits for one, paused.
   // One that serves an older version goes on until the bytes are here. But one
@@ -272,7 +312,7 @@ void CoordinatorCore::StartInstall(ReplicaRun* replica,
                                (held && machine.WouldGoOver())
                          : held;
   if (waits && replica->fetch_failures == 0) HoldForInstall(replica);
-  TryFetch(model);
+  if (!awaits) TryFetch(Model(replica->model));
 }
 
 void CoordinatorCore::HoldForInstall(ReplicaRun* replica) {
@@ -313,6 +353,7 @@ void CoordinatorCore::DropInstall(ReplicaRun* replica) {
 
 void CoordinatorCore::ForgetInstall(ReplicaRun* replica) {
   replica->installing = 0;
+  replica->lacks = false;
   ReplicaEvent forget;
   forget.kind = ReplicaEvent::kForget;
   Step(replica, forget);

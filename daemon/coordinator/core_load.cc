@@ -66,10 +66,10 @@ void CoordinatorCore::Load(AdminWait wait, const v1::LoadVersionRequest& call) {
                                   options_.operation_timeout);
   ModelRun* model = Model(call.name());
   if (!call.request_id().empty()) {
-    auto known = journal_.requests.find(
-        RequestKey(call.name(), kNoRank, call.request_id()));
-    if (known != journal_.requests.end()) {
-      wait.update = KeyOf(known->second.opened.update_id());
+    const JournalRequest* known =
+        journal_.requests.Find(call.name(), kNoRank, call.request_id());
+    if (known != nullptr) {
+      wait.update = KeyOf(known->opened.update_id());
       waits_.push_back(std::move(wait));
       return;
     }
@@ -271,8 +271,7 @@ void CoordinatorCore::OpenLoad(ModelRun* model, const LoadRun& load) {
     request->set_update_id(update_id);
     request->set_version(version);
     *request->mutable_time() = ToProto(now_);
-    journal_.requests[RequestKey(model->name, kNoRank, load.call.request_id())]
-        .opened = *request;
+    journal_.requests.Open(*request);
   }
   auto update = NewRun(model, update_id, *known, load.options, version,
                        load.call.step(), load.begin);

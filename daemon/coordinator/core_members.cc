@@ -184,6 +184,7 @@ void CoordinatorCore::WorkerJoined(NodeRun* node, int64_t correlation,
   event.kind = ReplicaEvent::kWorkerJoined;
   event.worker = index;
   event.content = ContentOf(registration.installed());
+  run->lacks = false;
   run->machine.named = Named(*run);
   Step(run, event);
   if (run->machine.Complete()) Settle(run);

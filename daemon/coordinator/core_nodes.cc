@@ -105,6 +105,8 @@ void CoordinatorCore::Hello(const std::string& stream, const v1::Hello& hello) {
   node.said.clear();
   streams_[stream] = node.name;
   NoteNamed(node.name);
+  NodeHasNews(node.name);
+  ForgetFailedEdges(node.name);
 
   v1::Welcome* welcome = SendTo(node.name)->mutable_welcome();
   welcome->set_cluster_id(cluster_id_);
@@ -232,39 +234,10 @@ void CoordinatorCore::HelloDone(NodeRun* node) {
   NoteNamed(node->name);
   // What it did not name has ended while the stream was down.
   for (auto& entry : models_) {
-    const ModelEntry* model = registry_.FindModel(entry.first);
-    if (model == nullptr) continue;
-    const Fault fault(
-        StatusCode::kUnavailable, "NODE_LOST",
-        absl::StrCat("it ended while node ", node->name, " was not connected"));
-    const ModelEntry copy = *model;
-    for (const auto& rank : copy.ranks) {
-      if (rank.second.node != node->name ||
-          node->said.count(
-              absl::StrCat("rank/", entry.first, "/", rank.first)) != 0) {
-        continue;
-      }
-      LoseRank(entry.first, rank.first, rank.second.session,
-               Fault(StatusCode::kAborted, "RANK_LOST",
-                     absl::StrCat("rank ", rank.first,
-                                  " has gone: ", fault.message)));
-    }
-    for (const auto& replica : copy.replicas) {
-      const std::string key = absl::StrCat(entry.first, "/", replica.first);
-      if (replica.second.control && replica.second.node == node->name &&
-          node->said.count(absl::StrCat("replica/", key)) == 0) {
-        LoseControl(entry.first, replica.first, replica.second.incarnation,
-                    fault);
-      }
-      for (size_t i = 0; i < replica.second.workers.size(); ++i) {
-        const WorkerEntry& worker = replica.second.workers[i];
-        if (worker.present && worker.node == node->name &&
-            node->said.count(absl::StrCat("worker/", key, "/", i)) == 0) {
-          LoseWorker(entry.first, replica.first, static_cast<int>(i),
-                     replica.second.incarnation, fault);
-        }
-      }
-    }
+    LoseParts(*node, entry.first, /*unsaid=*/true,
+              Fault(StatusCode::kUnavailable, "NODE_LOST",
+                    absl::StrCat("it ended while node ", node->name,
+                                 " was not connected")));
     for (auto& replica : entry.second.replicas) {
       replica.second.not_before = absl::InfinitePast();
       Settle(&replica.second);
@@ -288,6 +261,32 @@ void CoordinatorCore::Disconnected(NodeRun* node) {
   node->lost_time = now_ + options_.node_reconnect_grace;
 }
 
+void CoordinatorCore::LoseParts(const NodeRun& node, const std::string& model,
+                                bool unsaid, const Fault& fault) {
+  const auto stays = [&](const std::string& what) {
+    return unsaid && node.said.count(what) != 0;
+  };
+  // What is lost here is lost in the registry: names, and no pointers.
+  const Registry::Parts parts = registry_.PartsOf(model, node.name);
+  for (const Registry::Parts::Rank& rank : parts.ranks) {
+    if (stays(absl::StrCat("rank/", model, "/", rank.rank))) continue;
+    LoseRank(
+        model, rank.rank, rank.session,
+        Fault(StatusCode::kAborted, "RANK_LOST",
+              absl::StrCat("rank ", rank.rank, " has gone: ", fault.message)));
+  }
+  for (const Registry::Parts::Replica& replica : parts.replicas) {
+    const std::string key = absl::StrCat(model, "/", replica.name);
+    if (replica.control && !stays(absl::StrCat("replica/", key))) {
+      LoseControl(model, replica.name, replica.incarnation, fault);
+    }
+    for (const int worker : replica.workers) {
+      if (stays(absl::StrCat("worker/", key, "/", worker))) continue;
+      LoseWorker(model, replica.name, worker, replica.incarnation, fault);
+    }
+  }
+}
+
 void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
   if (node->lost) return;
   node->lost = true;
@@ -305,29 +304,7 @@ void CoordinatorCore::LoseNode(NodeRun* node, const Fault& fault) {
       it =
           it->first == node->name ? entry.second.pins.erase(it) : std::next(it);
     }
-    const ModelEntry* model = registry_.FindModel(entry.first);
-    if (model == nullptr) continue;
-    const ModelEntry copy = *model;
-    for (const auto& rank : copy.ranks) {
-      if (rank.second.node != node->name) continue;
-      LoseRank(entry.first, rank.first, rank.second.session,
-               Fault(StatusCode::kAborted, "RANK_LOST",
-                     absl::StrCat("rank ", rank.first,
-                                  " has gone: ", fault.message)));
-    }
-    for (const auto& replica : copy.replicas) {
-      if (replica.second.control && replica.second.node == node->name) {
-        LoseControl(entry.first, replica.first, replica.second.incarnation,
-                    fault);
-      }
-      for (size_t i = 0; i < replica.second.workers.size(); ++i) {
-        const WorkerEntry& worker = replica.second.workers[i];
-        if (worker.present && worker.node == node->name) {
-          LoseWorker(entry.first, replica.first, static_cast<int>(i),
-                     replica.second.incarnation, fault);
-        }
-      }
-    }
+    LoseParts(*node, entry.first, /*unsaid=*/false, fault);
     if (entry.second.prepare != nullptr &&
         entry.second.prepare->waiting.count(node->name) != 0) {
       EndPrepare(&entry.second, fault);

@@ -247,10 +247,10 @@ void CoordinatorCore::Disagree(ModelRun* model,
 bool CoordinatorCore::AnswerRepeated(NodeRun* node, int64_t correlation,
                                      const v1::PublishArrived& arrived) {
   if (arrived.request_id().empty()) return false;
-  auto it = journal_.requests.find(
-      RequestKey(arrived.model(), arrived.rank(), arrived.request_id()));
-  if (it == journal_.requests.end()) return false;
-  const JournalRequest& request = it->second;
+  const JournalRequest* known = journal_.requests.Find(
+      arrived.model(), arrived.rank(), arrived.request_id());
+  if (known == nullptr) return false;
+  const JournalRequest& request = *known;
   if (arrived.version() != 0 && arrived.version() != request.opened.version()) {
     ReplyTo(node->stream, correlation,
             Fault(StatusCode::kInvalidArgument, "REQUEST_ID_INVALID",
@@ -297,8 +297,7 @@ void CoordinatorCore::JoinUpdate(UpdateRun* update, const PublishCall& call) {
     request->set_update_id(update->update_id);
     request->set_version(update->record.version());
     *request->mutable_time() = ToProto(now_);
-    journal_.requests[RequestKey(update->model, call.rank, call.request_id)]
-        .opened = *request;
+    journal_.requests.Open(*request);
   }
   const int index = update->rank_index.at(call.rank);
   const ModelEntry* entry = registry_.FindModel(update->model);
@@ -374,13 +373,9 @@ Fault CoordinatorCore::CheckPossible(ModelRun* model,
   std::string lacking;
   for (const std::string& name : replicas) {
     std::map<std::string, std::set<uint32_t>> missing;
-    bool covered =
-        old != nullptr && Missing(model->replicas.at(name), *old, &missing);
-    for (const auto& node : missing) {
-      for (const uint32_t bucket : node.second) {
-        covered = covered && HolderOf(*old, bucket, node.first) != nullptr;
-      }
-    }
+    const bool covered = old != nullptr &&
+                         Missing(model->replicas.at(name), *old, &missing) &&
+                         !Unheld(*old, missing).has_value();
     if (!covered) lacking = name;
   }
   if (lacking.empty()) return Fault();

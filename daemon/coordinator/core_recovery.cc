@@ -128,11 +128,7 @@ void CoordinatorCore::Recover(const std::string& name,
     ended->set_version(opened.version());
     *ended->mutable_failure() = ToProto(fault);
     *ended->mutable_time() = ToProto(now_);
-    for (auto& entry : journal_.requests) {
-      if (entry.second.opened.update_id() == opened.update_id()) {
-        entry.second.failure = ended->failure();
-      }
-    }
+    journal_.requests.Failed(opened.update_id(), ended->failure());
     aborted(opened, *ended);
   }
   std::stable_sort(model->ended.begin(), model->ended.end(),

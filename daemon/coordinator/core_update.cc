@@ -149,25 +149,15 @@ void CoordinatorCore::RankMayChange(UpdateRun* update, int32_t rank) {
     copied_bytes = progress.copied_bytes();
     copy_duration = progress.copy_duration();
   }
-  bool journalled = false;
-  for (auto& entry : journal_.requests) {
-    JournalRequest& request = entry.second;
-    if (request.opened.update_id() != update->update_id ||
-        request.opened.rank() != rank || request.copied) {
-      continue;
-    }
-    request.copied = true;
-    request.copied_bytes = copied_bytes;
-    request.copy_duration = FromProto(copy_duration);
-    journalled = true;
+  internal::v1::RankCopied copied;
+  copied.set_model(update->model);
+  copied.set_rank(rank);
+  copied.set_update_id(update->update_id);
+  copied.set_copied_bytes(copied_bytes);
+  *copied.mutable_copy_duration() = copy_duration;
+  if (journal_.requests.Copied(copied)) {
+    *Write()->mutable_rank_copied() = std::move(copied);
   }
-  if (!journalled) return;
-  auto* copied = Write()->mutable_rank_copied();
-  copied->set_model(update->model);
-  copied->set_rank(rank);
-  copied->set_update_id(update->update_id);
-  copied->set_copied_bytes(copied_bytes);
-  *copied->mutable_copy_duration() = copy_duration;
 }
 
 void CoordinatorCore::UpdatePrepared(const std::string& node,
@@ -585,7 +575,14 @@ void CoordinatorCore::Supersede(ModelRun* model, const UpdateRun& update) {
 void CoordinatorCore::Commit(ModelRun* model, UpdateRun* update) {
   UpdateRun& run = *update;
   EndPhase(&run, "commit");
-  if (journalled_layouts_.insert(run.layout->id()).second) {
+  // The journal keeps the layouts of the commits that it keeps, which are those
+  // that are kept here: one that comes back later is written again.
+  const bool written = std::any_of(
+      model->commits.begin(), model->commits.end(),
+      [&run](const CommittedUpdate& commit) {
+        return commit.layout != nullptr && commit.layout_id == run.layout->id();
+      });
+  if (!written) {
     *Write()->mutable_layout_defined()->mutable_layout() = run.layout->define;
   }
   auto* committed = Write()->mutable_update_committed();
@@ -693,11 +690,7 @@ void CoordinatorCore::Finish(ModelRun* model, UpdateRun* update) {
                  << (superseded ? ") superseded: " : ") aborted: ")
                  << record.failure().reason() << ": "
                  << record.failure().message();
-    for (auto& entry : journal_.requests) {
-      if (entry.second.opened.update_id() == run->update_id) {
-        entry.second.failure = record.failure();
-      }
-    }
+    journal_.requests.Failed(run->update_id, record.failure());
   }
   if (run->config.from_checkpoint) {
     model->book.EndAside(record.version(), run->machine.fault);

@@ -128,6 +128,12 @@ v1::DType HeldOtherwise(const v1::ShardBox& shard,
                                             : shard.dtype();
 }
 
+bool SameParameter(const v1::Parameter& a, const v1::Parameter& b) {
+  return a.dtype() == b.dtype() && ComponentOf(a) == ComponentOf(b) &&
+         std::equal(a.shape().begin(), a.shape().end(), b.shape().begin(),
+                    b.shape().end());
+}
+
 Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
   absl::flat_hash_map<absl::string_view, const v1::Parameter*> by_name;
   for (const v1::Parameter& parameter : known.parameters()) {
@@ -137,12 +143,7 @@ Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
     auto it = by_name.find(parameter.name());
     if (it == by_name.end()) continue;
     const v1::Parameter& other = *it->second;
-    if (other.dtype() == parameter.dtype() &&
-        ComponentOf(other) == ComponentOf(parameter) &&
-        std::equal(other.shape().begin(), other.shape().end(),
-                   parameter.shape().begin(), parameter.shape().end())) {
-      continue;
-    }
+    if (SameParameter(other, parameter)) continue;
     return Fault(
         StatusCode::kInvalidArgument, "CATALOG_MISMATCH",
         absl::StrCat(parameter.name(), ": rank ", fresh.rank(), " says ",

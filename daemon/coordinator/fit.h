@@ -25,6 +25,9 @@ namespace daemon {
 // casts.
 Fault CheckShards(v1::RankShards* shards, int64_t* bytes);
 
+// Whether the two say the same of one parameter.
+bool SameParameter(const v1::Parameter& a, const v1::Parameter& b);
+
 // CATALOG_MISMATCH: the two say different things of one parameter.
 Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh);
 

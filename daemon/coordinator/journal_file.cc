@@ -64,20 +64,24 @@ class PosixFile : public JournalFile {
 
 class PosixFiles : public JournalFiles {
  public:
-  absl::StatusOr<std::string> Read(const std::string& path) override {
+  absl::StatusOr<std::string> Read(const std::string& path, int64_t offset,
+                                   int64_t size) override {
     Fd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (fd.get() < 0) return IoError("cannot open", path);
-    std::string data;
-    char buffer[1 << 16];
-    while (true) {
-      const ssize_t n = read(fd.get(), buffer, sizeof(buffer));
+    std::string data(static_cast<size_t>(size), '\0');
+    size_t read = 0;
+    while (read < data.size()) {
+      const ssize_t n = pread(fd.get(), &data[read], data.size() - read,
+                              offset + static_cast<int64_t>(read));
       if (n < 0) {
         if (errno == EINTR) continue;
         return IoError("cannot read", path);
       }
-      if (n == 0) return data;
-      data.append(buffer, static_cast<size_t>(n));
+      if (n == 0) break;
+      read += static_cast<size_t>(n);
     }
+    data.resize(read);
+    return data;
   }
 
   absl::StatusOr<std::unique_ptr<JournalFile>> Create(

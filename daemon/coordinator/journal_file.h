@@ -3,6 +3,7 @@
 #ifndef WEIGHTSYNC_DAEMON_COORDINATOR_JOURNAL_FILE_H_
 #define WEIGHTSYNC_DAEMON_COORDINATOR_JOURNAL_FILE_H_
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -26,8 +27,10 @@ class JournalFile {
 class JournalFiles {
  public:
   virtual ~JournalFiles() = default;
-  // NOT_FOUND when there is none.
-  virtual absl::StatusOr<std::string> Read(const std::string& path) = 0;
+  // At most `size` bytes from `offset` on; fewer only at its end. NOT_FOUND
+  // when there is no such file.
+  virtual absl::StatusOr<std::string> Read(const std::string& path,
+                                           int64_t offset, int64_t size) = 0;
   // Makes it, or empties it.
   virtual absl::StatusOr<std::unique_ptr<JournalFile>> Create(
       const std::string& path) = 0;

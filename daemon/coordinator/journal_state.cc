@@ -4,18 +4,12 @@
 #include <set>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "daemon/coordinator/convert.h"
 
 namespace weightsync {
 namespace daemon {
 
 using internal::v1::JournalRecord;
-
-std::string RequestKey(const std::string& model, int32_t rank,
-                       const std::string& request_id) {
-  return absl::StrCat(model, "/", rank, "/", request_id);
-}
 
 void ApplyRecord(const JournalRecord& record, JournalState* state) {
   switch (record.record_case()) {
@@ -47,30 +41,13 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
       return;
     }
 
-    case JournalRecord::kRequestOpened: {
-      const auto& opened = record.request_opened();
-      state
-          ->requests[RequestKey(opened.model(), opened.rank(),
-                                opened.request_id())]
-          .opened = opened;
+    case JournalRecord::kRequestOpened:
+      state->requests.Open(record.request_opened());
       return;
-    }
 
-    case JournalRecord::kRankCopied: {
-      const auto& copied = record.rank_copied();
-      for (auto& entry : state->requests) {
-        JournalRequest& request = entry.second;
-        if (request.opened.model() != copied.model() ||
-            request.opened.rank() != copied.rank() ||
-            request.opened.update_id() != copied.update_id()) {
-          continue;
-        }
-        request.copied = true;
-        request.copied_bytes = copied.copied_bytes();
-        request.copy_duration = FromProto(copied.copy_duration());
-      }
+    case JournalRecord::kRankCopied:
+      state->requests.Copied(record.rank_copied());
       return;
-    }
 
     case JournalRecord::kLayoutDefined: {
       const auto& layout = record.layout_defined().layout();
@@ -128,11 +105,7 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
         return;
       }
       if (ended.active()) return;
-      for (auto& entry : state->requests) {
-        if (entry.second.opened.update_id() == ended.update_id()) {
-          entry.second.failure = ended.failure();
-        }
-      }
+      state->requests.Failed(ended.update_id(), ended.failure());
       return;
     }
 
@@ -223,10 +196,7 @@ void ApplyRecord(const JournalRecord& record, JournalState* state) {
 }
 
 void ForgetOld(absl::Time oldest, JournalState* state) {
-  for (auto it = state->requests.begin(); it != state->requests.end();) {
-    const bool old = FromProto(it->second.opened.time()) < oldest;
-    it = old ? state->requests.erase(it) : std::next(it);
-  }
+  state->requests.ForgetUntil(oldest);
   std::set<std::string> named;
   for (const auto& entry : state->models) {
     named.insert(entry.second.committed.layout_id());

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "daemon/coordinator/request_book.h"
 #include "weightsync/internal/v1/journal.pb.h"
 
 namespace weightsync {
@@ -54,15 +55,6 @@ struct JournalModel {
 inline constexpr size_t kOlderCommits = 8;
 inline constexpr size_t kOlderFailures = 8;
 
-struct JournalRequest {
-  internal::v1::RequestOpened opened;
-  bool copied = false;
-  int64_t copied_bytes = 0;
-  absl::Duration copy_duration;
-  // Set when the update was aborted.
-  v1::Failure failure;
-};
-
 struct JournalState {
   // Empty: the journal was empty.
   std::string cluster_id;
@@ -70,8 +62,7 @@ struct JournalState {
   std::map<std::string, JournalModel> models;
   // By layout_id: those that a committed update names.
   std::map<std::string, v1::DefineLayout> layouts;
-  // By RequestKey.
-  std::map<std::string, JournalRequest> requests;
+  RequestBook requests;
   // Nodes that were drained.
   std::set<std::string> drained;
   // Clusters that this coordinator called its own before it adopted another:
@@ -83,14 +74,11 @@ struct JournalState {
   std::string lost_evidence;
 };
 
-std::string RequestKey(const std::string& model, int32_t rank,
-                       const std::string& request_id);
-
 // Adds one record. Applying a record twice changes nothing.
 void ApplyRecord(const internal::v1::JournalRecord& record,
                  JournalState* state);
 
-// Forgets requests older than `oldest` and layouts that nothing names.
+// Forgets requests of `oldest` and before, and layouts that no commit names.
 void ForgetOld(absl::Time oldest, JournalState* state);
 
 // The shortest list of records from which ApplyRecord makes `state` again.

@@ -72,7 +72,7 @@ TEST_F(JournalTest, RemembersWhatWasAppended) {
   Fill(3);
   auto journal = Open();
   ASSERT_TRUE(journal.ok());
-  const JournalState& state = (*journal)->recovered();
+  const JournalState& state = (*journal)->state();
   EXPECT_EQ(state.cluster_id, "c");
   EXPECT_EQ(state.term, 1);
   EXPECT_EQ(state.models.at("models/m").floor, 3);
@@ -86,7 +86,7 @@ TEST_F(JournalTest, OpeningCompacts) {
   EXPECT_LT(Load().size(), before / 10);
   auto journal = Open();
   ASSERT_TRUE(journal.ok());
-  EXPECT_EQ((*journal)->recovered().models.at("models/m").floor, 200);
+  EXPECT_EQ((*journal)->state().models.at("models/m").floor, 200);
 }
 
 TEST_F(JournalTest, ATornTailIsCutAtEveryLength) {
@@ -104,7 +104,7 @@ TEST_F(JournalTest, ATornTailIsCutAtEveryLength) {
     auto torn = Open();
     ASSERT_TRUE(torn.ok()) << size << ": " << torn.status();
     if (size < whole) continue;
-    EXPECT_EQ((*torn)->recovered().models.at("models/m").floor, 2) << size;
+    EXPECT_EQ((*torn)->state().models.at("models/m").floor, 2) << size;
   }
 }
 
@@ -113,7 +113,7 @@ TEST_F(JournalTest, ATailOfZerosIsCut) {
   Store(Load() + std::string(100, '\0'));
   auto journal = Open();
   ASSERT_TRUE(journal.ok()) << journal.status();
-  EXPECT_EQ((*journal)->recovered().models.at("models/m").floor, 2);
+  EXPECT_EQ((*journal)->state().models.at("models/m").floor, 2);
 }
 
 TEST_F(JournalTest, ADamagedMiddleIsRefusedWithItsOffset) {
@@ -137,7 +137,7 @@ TEST_F(JournalTest, ADamagedMiddleIsRefusedWithItsOffset) {
 TEST_F(JournalTest, OtherFilesAndNewerFormatsAreRefused) {
   Store("something else entirely");
   EXPECT_EQ(ErrorReason(Open().status()), "JOURNAL_DAMAGED");
-  Store("WSJRNL02xxxx");
+  Store("WSJRNL03xxxx");
   EXPECT_EQ(ErrorReason(Open().status()), "JOURNAL_FORMAT_UNSUPPORTED");
 }
 
@@ -173,7 +173,7 @@ TEST_F(JournalTest, OldRequestsAreForgottenAndOutcomesKept) {
   for (int i = 0; i < 2; ++i) {  // also after a compaction
     auto journal = Open();
     ASSERT_TRUE(journal.ok());
-    const auto& requests = (*journal)->recovered().requests;
+    const auto& requests = (*journal)->state().requests;
     ASSERT_EQ(requests.size(), 1u);
     EXPECT_EQ(requests.begin()->second.opened.request_id(), "q1");
     EXPECT_EQ(requests.begin()->second.failure.reason(), "R");
@@ -193,8 +193,9 @@ class FailingFiles : public JournalFiles {
     return absl::InternalError("injected");
   }
 
-  absl::StatusOr<std::string> Read(const std::string& path) override {
-    return SystemJournalFiles()->Read(path);
+  absl::StatusOr<std::string> Read(const std::string& path, int64_t offset,
+                                   int64_t size) override {
+    return SystemJournalFiles()->Read(path, offset, size);
   }
   absl::StatusOr<std::unique_ptr<JournalFile>> Create(
       const std::string& path) override {
@@ -261,7 +262,7 @@ TEST_F(JournalTest, AFailedCompactionLeavesTheOldJournal) {
   EXPECT_FALSE(Journal::Open(dir_, kNow, absl::Hours(1), &files).ok());
   auto journal = Open();
   ASSERT_TRUE(journal.ok());
-  EXPECT_EQ((*journal)->recovered().models.at("models/m").floor, 3);
+  EXPECT_EQ((*journal)->state().models.at("models/m").floor, 3);
 }
 
 TEST(Crc32cTest, KnownValues) {

@@ -151,6 +151,50 @@ Fault Registry::ClaimRank(const std::string& node, const v1::ClaimRank& claim) {
   return Fault();
 }
 
+namespace {
+
+bool SameShards(const v1::RankShards& a, const v1::RankShards& b) {
+  return a.ByteSizeLong() == b.ByteSizeLong() &&
+         a.SerializeAsString() == b.SerializeAsString();
+}
+
+void Say(const RankEntry& rank, ModelEntry* model) {
+  for (const v1::Parameter& parameter : rank.shards.parameters()) {
+    ModelEntry::Said& said = model->said[parameter.name()];
+    if (said.ranks++ == 0) said.parameter = parameter;
+  }
+}
+
+void Unsay(const RankEntry& rank, ModelEntry* model) {
+  for (const v1::Parameter& parameter : rank.shards.parameters()) {
+    const auto said = model->said.find(parameter.name());
+    if (said != model->said.end() && --said->second.ranks == 0) {
+      model->said.erase(said);
+    }
+  }
+}
+
+}  // namespace
+
+Fault Registry::CheckSaid(const ModelEntry& model,
+                          const v1::RankShards& fresh) const {
+  const bool agrees =
+      std::all_of(fresh.parameters().begin(), fresh.parameters().end(),
+                  [&model](const v1::Parameter& parameter) {
+                    const auto said = model.said.find(parameter.name());
+                    return said == model.said.end() ||
+                           SameParameter(said->second.parameter, parameter);
+                  });
+  if (agrees) return Fault();
+  // Who says otherwise; or it is this rank alone that does, and has changed.
+  for (const auto& other : model.ranks) {
+    if (!other.second.registered || other.first == fresh.rank()) continue;
+    Fault fault = CheckAgreement(other.second.shards, fresh);
+    if (!fault.ok()) return fault;
+  }
+  return Fault();
+}
+
 Fault Registry::RegisterShards(const v1::RankShards& shards,
                                std::vector<Refusal>* refusals) {
   ModelEntry* model = MutableModel(shards.model());
@@ -164,28 +208,29 @@ Fault Registry::RegisterShards(const v1::RankShards& shards,
                  absl::StrCat("rank ", shards.rank(), " of ", shards.model(),
                               " has no such session; open one first"));
   }
+  // A node that is back says again what it has, and so does a trainer at every
+  // publish that names its tensors.
+  if (rank->registered && SameShards(rank->shards, shards)) return Fault();
   v1::RankShards checked = shards;
   int64_t bytes = 0;
   Fault fault = CheckShards(&checked, &bytes);
-  if (fault.ok()) {
-    for (const auto& other : model->ranks) {
-      if (other.second.registered && other.first != shards.rank()) {
-        fault = CheckAgreement(other.second.shards, checked);
-        if (!fault.ok()) break;
-      }
-    }
-  }
+  if (fault.ok()) fault = CheckSaid(*model, checked);
   if (!fault.ok()) return fault;
 
-  RankEntry before = *rank;
+  const bool registered = rank->registered;
+  if (registered) Unsay(*rank, model);
   rank->shards = std::move(checked);
   rank->shard_bytes = bytes;
   rank->registered = true;
+  Say(*rank, model);
   fault = Fit(model, refusals);
   // A rank that changes its layout comes before the others that do: the model
   // waits for them. A new one that does not fit is told.
-  if (!fault.ok() && !before.registered) {
-    *rank = std::move(before);
+  if (!fault.ok() && !registered) {
+    Unsay(*rank, model);
+    rank->shards.Clear();
+    rank->shard_bytes = 0;
+    rank->registered = false;
     model->misfit = Fault();
     return fault;
   }
@@ -199,6 +244,7 @@ bool Registry::RemoveRank(const std::string& model, int32_t rank,
   if (entry == nullptr) return false;
   auto it = entry->ranks.find(rank);
   if (it == entry->ranks.end() || it->second.session != session) return false;
+  if (it->second.registered) Unsay(it->second, entry);
   entry->ranks.erase(it);
   entry->misfit = Fault();
   return true;
@@ -210,6 +256,7 @@ Fault Registry::Fit(ModelEntry* model, std::vector<Refusal>* refusals) {
   std::vector<const v1::RankShards*> ranks;
   for (const auto& entry : model->ranks) ranks.push_back(&entry.second.shards);
   FittedCatalog fitted;
+  ++fits_;
   Fault fault = FitCatalog(ranks, &fitted);
   if (!fault.ok()) return fault;
   if (model->catalog == nullptr ||
@@ -332,6 +379,7 @@ Fault Registry::JoinWorker(const std::string& node,
   worker.ready = ready;
   worker.node = node;
   worker.registration = registration;
+  worker.registration_number = next_registration_++;
   worker.tensor_bytes = bytes;
   return Fault();
 }

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
 #include "daemon/coordinator/fault.h"
 #include "schedule/catalog.h"
@@ -47,6 +48,8 @@ struct WorkerEntry {
   bool ready = false;
   std::string node;
   v1::RegisterWorker registration;
+  // Of this registration alone, in all of the registry.
+  int64_t registration_number = 0;
   int64_t tensor_bytes = 0;
 };
 
@@ -67,6 +70,12 @@ struct ModelEntry {
   std::string name;  // "models/{model}"
   int32_t world_size = 0;
   std::map<int32_t, RankEntry> ranks;
+  // What the registered ranks say of each parameter, and how many of them.
+  struct Said {
+    v1::Parameter parameter;
+    int ranks = 0;
+  };
+  absl::flat_hash_map<std::string, Said> said;
   // The newest whole one, also after its ranks have gone. Null: none yet.
   std::shared_ptr<const schedule::Catalog> catalog;
   std::vector<v1::Parameter> parameters;
@@ -115,6 +124,30 @@ class Registry {
   bool RemoveWorker(const std::string& model, const std::string& replica,
                     int worker, const std::string& incarnation);
   void ForgetReplica(const std::string& model, const std::string& replica);
+
+  // What a node has a part in, of one model: its ranks, and the replicas with
+  // something there. By name, so that it may be acted upon.
+  struct Parts {
+    struct Rank {
+      int32_t rank = 0;
+      std::string session;
+    };
+    struct Replica {
+      std::string name;
+      std::string incarnation;
+      bool control = false;
+      std::vector<int> workers;
+    };
+    std::vector<Rank> ranks;
+    std::vector<Replica> replicas;
+  };
+  Parts PartsOf(const std::string& model, const std::string& node) const;
+  // Nodes that some rank or replica names, gone or not.
+  std::set<std::string> NamedNodes() const;
+  // Of all workers that are known.
+  std::set<int64_t> RegistrationNumbers() const;
+  // How often a catalog was made of the shards of all ranks.
+  int64_t fits() const { return fits_; }
 
   // Null: unknown.
   const ModelEntry* FindModel(absl::string_view model) const;
@@ -165,10 +198,14 @@ class Registry {
                      const std::string& incarnation, int32_t worker_count,
                      absl::string_view taken_reason, ReplicaEntry** entry,
                      bool* is_new);
+  // Whether what `fresh` says of parameters is what other ranks say.
+  Fault CheckSaid(const ModelEntry& model, const v1::RankShards& fresh) const;
   // Builds the catalog when every rank is there.
   Fault Fit(ModelEntry* model, std::vector<Refusal>* refusals);
 
   std::map<std::string, ModelEntry, std::less<>> models_;
+  int64_t next_registration_ = 1;
+  int64_t fits_ = 0;
 };
 
 // What a layout names where the bytes come from a checkpoint; no node is called

@@ -163,6 +163,52 @@ TEST_F(RegistryTest, RanksMayChangeTheirShardsOneAfterTheOther) {
   EXPECT_TRUE(registry_.FindModel(kModel)->Publishable());
 }
 
+TEST_F(RegistryTest, WhoSaysTheSameAgainChangesNothing) {
+  Train();
+  EXPECT_EQ(registry_.fits(), 1);
+  EXPECT_EQ(Shards(Rows(0, 0, 4)), "");
+  EXPECT_EQ(Shards(Rows(1, 4, 4)), "");
+  EXPECT_EQ(registry_.fits(), 1);
+  EXPECT_TRUE(registry_.FindModel(kModel)->Publishable());
+  // Something else is looked at.
+  v1::RankShards shards = Rows(1, 4, 4);
+  shards.mutable_parameters(0)->set_dtype(v1::DTYPE_F32);
+  EXPECT_EQ(Shards(shards), "CATALOG_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("rank 0 says"));
+  EXPECT_EQ(Shards(Rows(1, 5, 3)), "");
+  EXPECT_EQ(registry_.FindModel(kModel)->Unpublishable().reason, "SHARDS_HOLE");
+  // And again: what does not fit together does not do so by being repeated.
+  EXPECT_EQ(Shards(Rows(1, 5, 3)), "");
+  EXPECT_EQ(registry_.FindModel(kModel)->Unpublishable().reason, "SHARDS_HOLE");
+  EXPECT_EQ(registry_.fits(), 2);
+}
+
+TEST_F(RegistryTest, WhatARankAloneSaidOfAParameterGoesWithIt) {
+  Claims(2);
+  v1::RankShards shards = Rows(0, 0, 4);
+  *shards.add_parameters() = Tensor("own", {4});
+  shards.add_shards()->set_parameter(1);
+  ASSERT_EQ(Shards(shards), "");
+  v1::RankShards other = Rows(1, 4, 4);
+  *other.add_parameters() = Tensor("own", {8});
+  other.add_shards()->set_parameter(1);
+  EXPECT_EQ(Shards(other), "CATALOG_MISMATCH");
+  EXPECT_THAT(fault_.message, HasSubstr("own: rank 1 says"));
+  // It may change that itself.
+  shards.mutable_parameters(1)->set_shape(0, 8);
+  EXPECT_EQ(Shards(shards), "");
+  EXPECT_EQ(Shards(other), "");
+  shards = Rows(0, 0, 4);
+  EXPECT_EQ(Shards(shards), "");
+  other.mutable_parameters(1)->set_shape(0, 16);
+  EXPECT_EQ(Shards(other), "");
+  // With the rank it is gone.
+  EXPECT_TRUE(registry_.RemoveRank(kModel, 1, "s1"));
+  *shards.add_parameters() = Tensor("own", {2});
+  shards.add_shards()->set_parameter(1);
+  EXPECT_EQ(Shards(shards), "");
+}
+
 TEST_F(RegistryTest, WorkersAreBoundToTheCatalog) {
   Train();
   EXPECT_EQ(Join(Worker("r", 0, 1, Tensor("v", {8, 4}))), "PARAMETER_UNKNOWN");

@@ -2,10 +2,10 @@
 // and the streams of the nodes. The coordinator itself (daemon/coordinator) has
 // none of these.
 //
-// Actions are carried out in the order given, a journal record being on the
-// disk before anything after it is told to anybody. When the disk fails, the
-// process ends at once and says nothing: what it would say might be forgotten
-// by its successor.
+// Actions are carried out in the order given; the journal records among them
+// are written first, together, and are on the disk before anything is told to
+// anybody. When the disk fails, the process ends at once and says nothing: what
+// it would say might be forgotten by its successor.
 //
 // Nothing that runs on the loop waits for a network or a client.
 
@@ -108,6 +108,8 @@ class CoordinatorLoop {
 
   // All below on the loop.
   void Do(Actions actions);
+  // Ends the process unless OK.
+  static void Written(const absl::Status& status);
   void Tick();
   absl::Time Now();
   void FinishPrepare(int64_t request,

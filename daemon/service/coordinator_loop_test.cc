@@ -3,6 +3,7 @@
 
 #include "daemon/service/coordinator_loop.h"
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -10,8 +11,10 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "daemon/coordinator/journal_file.h"
 #include "gmock/gmock.h"
@@ -39,15 +42,18 @@ std::string NameOf(const google::protobuf::Message& message, int number) {
 class FailingFiles : public JournalFiles {
  public:
   explicit FailingFiles(std::string record) : record_(std::move(record)) {}
+  int syncs() const { return syncs_; }
 
-  absl::StatusOr<std::string> Read(const std::string& path) override {
-    return SystemJournalFiles()->Read(path);
+  absl::StatusOr<std::string> Read(const std::string& path, int64_t offset,
+                                   int64_t size) override {
+    return SystemJournalFiles()->Read(path, offset, size);
   }
   absl::StatusOr<std::unique_ptr<JournalFile>> Create(
       const std::string& path) override {
     auto file = SystemJournalFiles()->Create(path);
     if (!file.ok()) return file.status();
-    return std::unique_ptr<JournalFile>(new File(record_, *std::move(file)));
+    return std::unique_ptr<JournalFile>(
+        new File(record_, &syncs_, *std::move(file)));
   }
   absl::Status Rename(const std::string& from, const std::string& to) override {
     return SystemJournalFiles()->Rename(from, to);
@@ -62,28 +68,42 @@ class FailingFiles : public JournalFiles {
  private:
   class File : public JournalFile {
    public:
-    File(std::string failing, std::unique_ptr<JournalFile> file)
-        : failing_(std::move(failing)), file_(std::move(file)) {}
+    File(std::string failing, std::atomic<int>* syncs,
+         std::unique_ptr<JournalFile> file)
+        : failing_(std::move(failing)), syncs_(syncs), file_(std::move(file)) {}
     absl::Status Append(absl::string_view data) override {
-      JournalRecord record;
-      if (data.size() > kFrameHead &&
-          record.ParseFromString(std::string(data.substr(kFrameHead)))) {
-        last_ = NameOf(record, record.record_case());
+      // Of each file the first bytes are its magic.
+      absl::string_view frames = data;
+      if (absl::StartsWith(frames, "WSJRNL")) frames.remove_prefix(8);
+      while (frames.size() > kFrameHead) {
+        uint32_t length = 0;
+        for (int i = 3; i >= 0; --i) {
+          length = length << 8 | static_cast<unsigned char>(frames[i]);
+        }
+        length &= 0x7fffffff;  // the top bit: of one batch with that before
+        JournalRecord record;
+        EXPECT_TRUE(record.ParseFromString(
+            std::string(frames.substr(kFrameHead, length))));
+        broken_ = broken_ || NameOf(record, record.record_case()) == failing_;
+        frames.remove_prefix(kFrameHead + length);
       }
       return file_->Append(data);
     }
     absl::Status Sync() override {
-      return last_ == failing_ ? absl::InternalError("the disk is broken")
-                               : file_->Sync();
+      ++*syncs_;
+      return broken_ ? absl::InternalError("the disk is broken")
+                     : file_->Sync();
     }
 
    private:
     const std::string failing_;
+    std::atomic<int>* const syncs_;
     const std::unique_ptr<JournalFile> file_;
-    std::string last_;
+    bool broken_ = false;
   };
 
   const std::string record_;
+  std::atomic<int> syncs_{0};
 };
 
 // A node with one rank and one replica, which does what it is told, at once,
@@ -282,6 +302,80 @@ TEST_F(CoordinatorLoopTest, OnADiskThatWorksTheUpdateIsCarriedOut) {
       AllOf(HasSubstr("TOLD publish_opened"), HasSubstr("TOLD pause_replica"),
             HasSubstr("TOLD apply_worker"), HasSubstr("TOLD resume_replica"),
             HasSubstr("TOLD end_update")));
+}
+
+// Each sync takes milliseconds, in which the loop does nothing else.
+TEST_F(CoordinatorLoopTest, RanksThatWaitAreToldAfterOneSync) {
+  constexpr int kRanks = 64;
+  FailingFiles files("nothing");
+  CoordinatorOptions options;
+  options.coordinator_node = "n0";
+  int ids = 0;
+  options.random_id = [&ids] { return absl::StrCat("id", ++ids); };
+  auto loop = CoordinatorLoop::Start(options, directory_, nullptr, &files);
+  ASSERT_TRUE(loop.ok()) << loop.status();
+  std::atomic<int> opened{0};
+  CoordinatorLoop::NodePeer peer;
+  peer.send = [&opened](v1::NodeCommand command) {
+    opened += command.reply().has_publish_opened();
+  };
+  peer.close = [](const absl::Status& why) { ADD_FAILURE() << why; };
+  const std::string stream = (*loop)->Connected(std::move(peer));
+  int64_t correlation = 0;
+  const auto say = [&](v1::NodeReport report) {
+    report.set_correlation_id(++correlation);
+    (*loop)->Report(stream, std::move(report));
+  };
+  v1::NodeReport report;
+  report.mutable_hello()->set_node("n0");
+  report.mutable_hello()->set_incarnation("n0-1");
+  report.mutable_hello()->set_protocol_version(1);
+  report.mutable_hello()->set_data_address("n0:1");
+  say(report);
+  const auto shards_of = [](int rank) {
+    v1::NodeReport report;
+    v1::RankShards* shards = report.mutable_rank_shards();
+    shards->set_model(kModel);
+    shards->set_rank(rank);
+    shards->set_session(absl::StrCat("s", rank));
+    v1::Parameter* parameter = shards->add_parameters();
+    parameter->set_name("w");
+    parameter->set_dtype(v1::DTYPE_BF16);
+    parameter->add_shape(kRanks);
+    shards->add_shards()->mutable_box()->add_offset(rank);
+    shards->mutable_shards(0)->mutable_box()->add_extent(1);
+    return report;
+  };
+  for (int rank = 0; rank < kRanks; ++rank) {
+    v1::ClaimRank* claim = report.mutable_claim_rank();
+    claim->set_model(kModel);
+    claim->set_rank(rank);
+    claim->set_world_size(kRanks);
+    claim->set_session(absl::StrCat("s", rank));
+    say(report);
+    // The last one makes them wait.
+    if (rank == kRanks - 1) continue;
+    say(shards_of(rank));
+    v1::PublishArrived* arrived = report.mutable_publish_arrived();
+    arrived->set_model(kModel);
+    arrived->set_rank(rank);
+    arrived->set_session(absl::StrCat("s", rank));
+    arrived->set_request_id(absl::StrCat("q", rank));
+    say(report);
+  }
+  const auto settle = [&] {
+    absl::Notification done;
+    (*loop)->Ask([&done](const Coordinator&, absl::Time) { done.Notify(); });
+    done.WaitForNotification();
+  };
+  settle();
+  EXPECT_EQ(opened, 0);
+  const int before = files.syncs();
+  say(shards_of(kRanks - 1));
+  settle();
+  EXPECT_EQ(opened, kRanks - 1);
+  EXPECT_EQ(files.syncs(), before + 1);
+  (*loop)->Stop();
 }
 
 TEST_F(CoordinatorLoopDeathTest, NobodyHearsOfATermThatIsNotOnTheDisk) {

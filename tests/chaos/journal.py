@@ -1,8 +1,8 @@
 """Reads a coordinator's journal, independently of the daemon's own reader.
 
 daemon/coordinator/journal.h has the format: a magic, then frames of length, checksum and a
-serialized JournalRecord. How updates were decided is of interest here. A record that is torn at the end was
-told to nobody and is left out.
+serialized JournalRecord; the top bit of a length is no part of it. How updates were decided is of
+interest here. A record that is torn at the end was told to nobody and is left out.
 """
 
 import collections
@@ -63,6 +63,7 @@ def frames(data):
     at = len(MAGIC) + 2
     while at + 8 <= len(data):
         length, _ = struct.unpack_from("<II", data, at)
+        length &= 0x7FFFFFFF  # the rest says what was appended together
         payload = data[at + 8 : at + 8 + length]
         if len(payload) < length:
             return

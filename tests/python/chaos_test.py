@@ -310,6 +310,8 @@ def test_the_journal_is_read_up_to_a_torn_record():
     frames = b"".join(struct.pack("<II", len(r), 0) + r for r in (other, commit, commit))
     assert journal.parse(b"WSJRNL01" + frames) == [journal.Commit("u1", 7, 9)] * 2
     assert journal.parse(b"WSJRNL01" + frames[:-1]) == [journal.Commit("u1", 7, 9)]
+    batch = frames + struct.pack("<II", len(commit) | 1 << 31, 0) + commit
+    assert journal.parse(b"WSJRNL02" + batch) == [journal.Commit("u1", 7, 9)] * 3
     with pytest.raises(ValueError):
         journal.parse(b"nonsense")
 

@@ -24,15 +24,20 @@ std::string NameOf(const v1::NodeCommand& command) {
   return field == nullptr ? "none" : field->name();
 }
 
+// Some updates: it is written anew while it is used.
+constexpr int64_t kGrownJournal = 4096;
+
 // A disk with the files that Journal writes.
 class Disk : public daemon::JournalFiles {
  public:
   std::map<std::string, std::shared_ptr<std::string>> files;
 
-  absl::StatusOr<std::string> Read(const std::string& path) override {
+  absl::StatusOr<std::string> Read(const std::string& path, int64_t offset,
+                                   int64_t size) override {
     auto it = files.find(path);
     if (it == files.end()) return absl::NotFoundError(path);
-    return *it->second;
+    const auto at = std::min(static_cast<size_t>(offset), it->second->size());
+    return it->second->substr(at, static_cast<size_t>(size));
   }
   absl::StatusOr<std::unique_ptr<daemon::JournalFile>> Create(
       const std::string& path) override {
@@ -104,11 +109,14 @@ JournalState World::FoundJournal() {
   Disk disk;
   {
     // As the process before left it.
-    auto journal =
-        daemon::Journal::Open("d", Clock(), options_.request_ttl, &disk);
+    auto journal = daemon::Journal::Open("d", Clock(), options_.request_ttl,
+                                         &disk, kGrownJournal);
     absl::Status status = journal.status();
     for (const JournalRecord& record : records_) {
       if (status.ok()) status = (*journal)->Append(record);
+      if (status.ok() && record.has_update_ended()) {
+        status = (*journal)->Tend(Clock());
+      }
     }
     if (!status.ok()) {
       checker_.Violation(
@@ -129,7 +137,7 @@ JournalState World::FoundJournal() {
                                     found.status().ToString()));
     return durable_;
   }
-  return (*found)->recovered();
+  return (*found)->state();
 }
 
 void World::StartCoordinator(bool impostor) {
