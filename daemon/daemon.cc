@@ -172,6 +172,8 @@ class DaemonImpl final : public Daemon {
   std::unique_ptr<transport::cuda::DeviceAgents> device_agents_;
   std::unique_ptr<transport::cuda::AgentMemory> device_memory_;
   std::unique_ptr<transport::cuda::AgentChannels> channels_;
+  // The GPU whose memory groups may move, where buckets lie there.
+  std::string payload_device_;
   std::unique_ptr<transport::tcp::Endpoint> endpoint_;
   std::unique_ptr<ProcessWatcher> processes_;
   std::unique_ptr<CoordinatorLoop> coordinator_;
@@ -337,6 +339,7 @@ absl::Status DaemonImpl::StartTransport() {
     if (!status.ok()) SayOverTcp(status);
   }
   if (channels_ != nullptr) endpoint.payload = channels_->Factory();
+  endpoint.payload_device = payload_device_;
   endpoint.payload_optional = options_.nccl_optional;
   absl::StatusOr<std::unique_ptr<transport::tcp::Endpoint>> made =
       transport::tcp::Endpoint::Create(endpoint);
@@ -402,7 +405,9 @@ absl::Status DaemonImpl::StartDevices() {
             << (*nccl)->device_name() << ")";
   channels_ = std::make_unique<transport::cuda::AgentChannels>(
       *nccl, kNcclStagingBytes,
-      options_.nccl_optional ? kNcclRest : absl::ZeroDuration());
+      options_.nccl_optional ? kNcclRest : absl::ZeroDuration(),
+      device_memory_.get());
+  if (options_.device_store) payload_device_ = (*nccl)->device_uuid();
   return absl::OkStatus();
 }
 

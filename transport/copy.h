@@ -166,6 +166,15 @@ struct PackResult {
   Digest bucket;  // their sum
 };
 
+// Frames of a bucket that was packed, or received, and lies in memory of a GPU.
+struct FrameDigestRequest {
+  // Those of the bucket that have bytes in the frames, as they were packed;
+  // `copy` reads them where they lie now, and writes nothing.
+  absl::Span<const PackPiece> pieces;
+  int64_t frame_bytes = kFrameBytes;
+  absl::Span<const uint32_t> frames;  // ascending, none twice
+};
+
 }  // namespace transport
 }  // namespace weightsync
 

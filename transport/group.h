@@ -120,9 +120,20 @@ class Group {
   // (EDGE_LOST). After an error only Abort and destruction are left.
   virtual absl::Status Join(absl::Duration timeout) = 0;
 
+  // The GPU in whose memory landings of this member's moves may lie, because no
+  // frame of it goes any other way than through memory of that GPU (over NCCL).
+  // Empty: in none; bytes go through host memory, on one side at least. Blocks
+  // until all neighbours have met in that way or not: the errors of edges of
+  // Join. REQUIRES: joined.
+  virtual absl::StatusOr<std::string> PayloadDevice(
+      absl::Duration /*timeout*/) {
+    return std::string();
+  }
+
   // Starts to move; returns at once. REQUIRES: joined, and the move before has
   // ended with OK. INVALID_ARGUMENT for a bucket given twice;
-  // FAILED_PRECONDITION when another group receives into a landing.
+  // FAILED_PRECONDITION when another group receives into a landing, or one lies
+  // in memory of a GPU that the group does not reach (DEVICE_LANDING).
   virtual absl::Status Move(std::vector<std::shared_ptr<Landing>> landings) = 0;
 
   // Until the move has ended here and downstream. Errors: UNAVAILABLE

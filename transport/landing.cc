@@ -11,6 +11,17 @@ namespace weightsync {
 namespace transport {
 
 constexpr int64_t Landing::kFrameBytes;
+constexpr size_t Landing::kDigestFrames;
+
+namespace {
+
+uint32_t FrameCountOf(size_t bytes) {
+  return static_cast<uint32_t>(
+      (static_cast<int64_t>(bytes) + Landing::kFrameBytes - 1) /
+      Landing::kFrameBytes);
+}
+
+}  // namespace
 
 Landing::Landing(uint64_t bucket_id, absl::Span<char> data,
                  std::shared_ptr<const DigestMap> digests, FileRange file)
@@ -18,8 +29,18 @@ Landing::Landing(uint64_t bucket_id, absl::Span<char> data,
       data_(data),
       digests_(std::move(digests)),
       file_(file),
-      frame_count_(static_cast<uint32_t>(
-          (static_cast<int64_t>(data.size()) + kFrameBytes - 1) / kFrameBytes)),
+      frame_count_(FrameCountOf(data.size())),
+      states_(frame_count_, FrameState::kEmpty),
+      frame_digests_(frame_count_) {
+  ready_order_.reserve(frame_count_);
+}
+
+Landing::Landing(uint64_t bucket_id, absl::Span<char> data,
+                 std::shared_ptr<const FrameDigester> digester)
+    : bucket_id_(bucket_id),
+      data_(data),
+      digester_(std::move(digester)),
+      frame_count_(FrameCountOf(data.size())),
       states_(frame_count_, FrameState::kEmpty),
       frame_digests_(frame_count_) {
   ready_order_.reserve(frame_count_);
@@ -38,8 +59,32 @@ FileRange Landing::frame_file(uint32_t frame) const {
 }
 
 Digest Landing::ComputeDigest(uint32_t frame_index) const {
+  CHECK(!on_device()) << "nobody here can read bucket " << bucket_id_;
   return digests_->Of(static_cast<int64_t>(frame_index) * kFrameBytes,
                       frame(frame_index));
+}
+
+absl::StatusOr<std::vector<Digest>> Landing::ComputeDigests(
+    absl::Span<const uint32_t> frames) const {
+  std::vector<Digest> digests;
+  digests.reserve(frames.size());
+  if (!on_device()) {
+    for (uint32_t frame : frames) digests.push_back(ComputeDigest(frame));
+    return digests;
+  }
+  for (size_t at = 0; at < frames.size(); at += kDigestFrames) {
+    const absl::Span<const uint32_t> part = frames.subspan(at, kDigestFrames);
+    const absl::StatusOr<std::vector<Digest>> some =
+        digester_->DigestFrames(part);
+    if (!some.ok()) return some.status();
+    if (some->size() != part.size()) {
+      return MakeError(absl::StatusCode::kInternal, "DIGESTS_MISSING",
+                       absl::StrCat(some->size(), " digests of ", part.size(),
+                                    " frames of bucket ", bucket_id_));
+    }
+    digests.insert(digests.end(), some->begin(), some->end());
+  }
+  return digests;
 }
 
 bool Landing::Claim(uint32_t frame) {
@@ -67,10 +112,26 @@ bool Landing::MarkReady(uint32_t frame, const Digest& digest) {
   return ready_order_.size() == frame_count_;
 }
 
-void Landing::MarkAllReady() {
+absl::Status Landing::MarkAllReady() {
+  std::vector<uint32_t> frames;
   for (uint32_t i = 0; i < frame_count_; ++i) {
-    if (!IsReady(i)) MarkReady(i, ComputeDigest(i));
+    if (IsReady(i)) continue;
+    frames.push_back(i);
+    // Part by part: what is marked is on its way meanwhile.
+    if (frames.size() < (on_device() ? kDigestFrames : 1)) continue;
+    absl::Status status = MarkReadyAsTheyAre(frames);
+    if (!status.ok()) return status;
+    frames.clear();
   }
+  return MarkReadyAsTheyAre(frames);
+}
+
+absl::Status Landing::MarkReadyAsTheyAre(absl::Span<const uint32_t> frames) {
+  if (frames.empty()) return absl::OkStatus();
+  const absl::StatusOr<std::vector<Digest>> digests = ComputeDigests(frames);
+  if (!digests.ok()) return digests.status();
+  for (size_t i = 0; i < frames.size(); ++i) MarkReady(frames[i], (*digests)[i]);
+  return absl::OkStatus();
 }
 
 void Landing::Fail(const absl::Status& status) {

@@ -7,6 +7,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -23,6 +24,17 @@ struct FileRange {
   int64_t offset = 0;
 };
 
+// Digests frames of one bucket that this process cannot read: those of a GPU's
+// memory. Thread-safe; it blocks, in bounded time.
+class FrameDigester {
+ public:
+  virtual ~FrameDigester() = default;
+  // Of what stands in these frames now, one for each. The errors of whoever has
+  // the memory.
+  virtual absl::StatusOr<std::vector<Digest>> DigestFrames(
+      absl::Span<const uint32_t> frames) const = 0;
+};
+
 // One bucket's bytes on this node while they are filled and sent on, in frames
 // of 64 KiB (the last one may be shorter). At the source, the snapshot fills
 // frames and marks them; at a receiver, the group does so after it has verified
@@ -32,11 +44,17 @@ struct FileRange {
 // (Unclaim). A READY frame is never written again: it may be on the wire, and
 // it is what a rebuilt route is told that this node already has.
 //
+// The bytes may lie in memory of a GPU: then its addresses are names, which
+// nobody follows here; groups move such a landing whose frames go by a way that
+// knows them (Group::PayloadDevice), and the GPU digests them.
+//
 // Thread-safe. Does not own the memory, which must outlive every group that
 // moves the landing (until its Abort or destructor has returned).
 class Landing {
  public:
   static constexpr int64_t kFrameBytes = 64 << 10;
+  // As many frames as are digested at once: 16 MiB.
+  static constexpr size_t kDigestFrames = 256;
 
   // Told of frames as they become ready. Called with the landing's lock held: a
   // watcher takes only locks under which nobody calls a Landing, does not
@@ -52,18 +70,27 @@ class Landing {
   // same bytes as `data`, as a shared mapping of it.
   Landing(uint64_t bucket_id, absl::Span<char> data,
           std::shared_ptr<const DigestMap> digests, FileRange file = {});
+  // In memory of a GPU, which `digester` asks.
+  Landing(uint64_t bucket_id, absl::Span<char> data,
+          std::shared_ptr<const FrameDigester> digester);
   Landing(const Landing&) = delete;
   Landing& operator=(const Landing&) = delete;
 
   uint64_t bucket_id() const { return bucket_id_; }
   int64_t size() const { return static_cast<int64_t>(data_.size()); }
   uint32_t frame_count() const { return frame_count_; }
+  // Its addresses are names.
+  bool on_device() const { return digester_ != nullptr; }
   // The memory of one frame. REQUIRES: frame < frame_count().
   absl::Span<char> frame(uint32_t frame) const;
   // The same bytes in a file; fd < 0 when they are in none.
   FileRange frame_file(uint32_t frame) const;
-  // Computes the digest of what stands in the frame's memory now.
+  // Computes the digest of what stands in the frame's memory now. REQUIRES:
+  // !on_device().
   Digest ComputeDigest(uint32_t frame) const;
+  // The same of several, wherever they are. Errors: of a GPU's memory alone.
+  absl::StatusOr<std::vector<Digest>> ComputeDigests(
+      absl::Span<const uint32_t> frames) const;
 
   // EMPTY -> FILLING. False when somebody else fills the frame or it is ready:
   // then its memory is not the caller's to write.
@@ -74,8 +101,8 @@ class Landing {
   // this completed the bucket. A frame that is ready stays as it is.
   bool MarkReady(uint32_t frame, const Digest& digest);
   // For a holder that knows its bytes to be whole: computes and marks every
-  // frame that is not ready.
-  void MarkAllReady();
+  // frame that is not ready. Errors of ComputeDigests.
+  absl::Status MarkAllReady();
   // The bytes will never be complete (the first status stays). Watchers are
   // told; waiting ends.
   void Fail(const absl::Status& status);
@@ -109,10 +136,13 @@ class Landing {
  private:
   enum class FrameState : uint8_t { kEmpty, kFilling, kReady };
 
+  absl::Status MarkReadyAsTheyAre(absl::Span<const uint32_t> frames);
+
   // Constant after construction.
   const uint64_t bucket_id_;
   const absl::Span<char> data_;
   const std::shared_ptr<const DigestMap> digests_;
+  const std::shared_ptr<const FrameDigester> digester_;
   const FileRange file_;
   const uint32_t frame_count_;
 

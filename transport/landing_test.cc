@@ -115,7 +115,7 @@ TEST_F(LandingTest, AWatcherHearsOfEveryFrameOnce) {
 TEST_F(LandingTest, WaitingEndsWithCompletionFailureOrSilence) {
   EXPECT_EQ(ReasonOf(landing_.WaitComplete(absl::Milliseconds(5))),
             "NO_PROGRESS");
-  std::thread filler([this] { landing_.MarkAllReady(); });
+  std::thread filler([this] { EXPECT_TRUE(landing_.MarkAllReady().ok()); });
   EXPECT_TRUE(landing_.WaitComplete(absl::Seconds(20)).ok());
   filler.join();
   Landing failing(1, absl::MakeSpan(bytes_), map_);
@@ -126,6 +126,58 @@ TEST_F(LandingTest, WaitingEndsWithCompletionFailureOrSilence) {
   EXPECT_EQ(failing.WaitComplete(absl::Seconds(20)).message(), "first");
   EXPECT_EQ(recorder.status.message(), "first");
   failing.RemoveWatcher(&recorder);
+}
+
+// A GPU's frames are digested by the GPU, many at once, and its errors are the
+// landing's.
+TEST_F(LandingTest, FramesOfAGpuAreDigestedThere) {
+  class Gpu final : public FrameDigester {
+   public:
+    absl::StatusOr<std::vector<Digest>> DigestFrames(
+        absl::Span<const uint32_t> frames) const override {
+      if (!status.ok()) return status;
+      asked.push_back(frames.size());
+      std::vector<Digest> digests;
+      for (const uint32_t frame : frames) digests.push_back(DigestOf(frame));
+      return digests;
+    }
+    static Digest DigestOf(uint32_t frame) {
+      Digest digest;
+      const int32_t value = static_cast<int32_t>(frame) + 1;
+      DigestAccumulate(reinterpret_cast<const char*>(&value),
+                       DigestRun{1, 0, 1, 4}, &digest);
+      return digest;
+    }
+    absl::Status status;
+    mutable std::vector<size_t> asked;
+  };
+  const auto gpu = std::make_shared<Gpu>();
+  // An address that nobody may follow.
+  char* const name = reinterpret_cast<char*>(int64_t{1} << 20);
+  constexpr uint32_t kFrames = Landing::kDigestFrames + 44;
+  Landing landing(3, absl::MakeSpan(name, kFrames * kFrame - 100), gpu);
+  EXPECT_TRUE(landing.on_device());
+  EXPECT_FALSE(landing_.on_device());
+  EXPECT_EQ(landing.frame_count(), kFrames);
+  EXPECT_LT(landing.frame_file(0).fd, 0);
+  const auto some = landing.ComputeDigests({7, 2});
+  ASSERT_TRUE(some.ok());
+  EXPECT_TRUE((*some)[0] == Gpu::DigestOf(7));
+  EXPECT_TRUE((*some)[1] == Gpu::DigestOf(2));
+
+  gpu->status = absl::UnavailableError("the GPU is gone");
+  EXPECT_TRUE(absl::IsUnavailable(landing.ComputeDigests({1}).status()));
+  EXPECT_TRUE(absl::IsUnavailable(landing.MarkAllReady()));
+  EXPECT_EQ(landing.ready_frames(), 0u);
+  gpu->status = absl::OkStatus();
+  gpu->asked.clear();
+  landing.MarkReady(0, Gpu::DigestOf(0));
+  ASSERT_TRUE(landing.MarkAllReady().ok());
+  EXPECT_TRUE(landing.complete());
+  EXPECT_EQ(gpu->asked,
+            (std::vector<size_t>{Landing::kDigestFrames, kFrames - 1 -
+                                                            Landing::kDigestFrames}));
+  EXPECT_TRUE(landing.frame_digest(299) == Gpu::DigestOf(299));
 }
 
 TEST_F(LandingTest, OneReceiverAtATime) {

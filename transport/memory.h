@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -144,6 +145,14 @@ class Memory {
   // Errors as those of Copy; on_frames may have been called for some frames
   // before one.
   virtual absl::Status Pack(const PackRequest& request, PackResult* result) = 0;
+
+  // The digests of frames where they lie, one for each. Of memory of a GPU:
+  // UNIMPLEMENTED for any other, which its owner can read. Errors as those of
+  // Copy.
+  virtual absl::StatusOr<std::vector<Digest>> DigestFrames(
+      const FrameDigestRequest& /*request*/) {
+    return absl::UnimplementedError("this memory is read by who has it");
+  }
 
   // Small transfers between this memory and plain host memory. Slow where there
   // is a device between.

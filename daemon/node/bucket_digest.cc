@@ -81,19 +81,89 @@ void ForPieces(const NodeLayout& layout,
   }
 }
 
+// Parts of pieces in some frames of a bucket that lies on a GPU, one digest for
+// each.
+class PartsOnDevice {
+ public:
+  PartsOnDevice(const NodeLayout& layout, const char* bucket)
+      : layout_(layout), bucket_(bucket) {}
+
+  // In the order of the pieces, then of the frames.
+  void Add(const schedule::Piece& piece, int64_t frame) {
+    constexpr int64_t kFrame = transport::Landing::kFrameBytes;
+    if (pieces_.empty() || last_ != &piece) {
+      // Each gets frames of its own, cut where those of the bucket are: what
+      // shares a frame there does not share one here.
+      if (last_ != nullptr) next_ += FramesOf(*last_);
+      last_ = &piece;
+      transport::PackPiece read;
+      read.offset = next_ * kFrame + piece.offset % kFrame;
+      read.copy = ReadPiece(layout_, piece, bucket_);
+      pieces_.push_back(std::move(read));
+    }
+    frames_.push_back(
+        static_cast<uint32_t>(next_ + frame - piece.offset / kFrame));
+    ordinals_.push_back(piece.ordinal);
+  }
+
+  absl::Status Digest(transport::Memory* memory, TensorDigests* digests) const {
+    if (frames_.empty()) return absl::OkStatus();
+    transport::FrameDigestRequest request;
+    request.pieces = pieces_;
+    request.frame_bytes = transport::Landing::kFrameBytes;
+    request.frames = frames_;
+    const auto parts = memory->DigestFrames(request);
+    if (!parts.ok()) return parts.status();
+    for (size_t i = 0; i < parts->size(); ++i)
+      (*digests)[ordinals_[i]] += (*parts)[i];
+    return absl::OkStatus();
+  }
+
+ private:
+  int64_t FramesOf(const schedule::Piece& piece) const {
+    constexpr int64_t kFrame = transport::Landing::kFrameBytes;
+    const int64_t bytes =
+        piece.box.Volume() *
+        schedule::DTypeSize(layout_.catalog.param(piece.ordinal).dtype);
+    return (piece.offset % kFrame + bytes + kFrame - 1) / kFrame;
+  }
+
+  const NodeLayout& layout_;
+  const char* const bucket_;
+  const schedule::Piece* last_ = nullptr;
+  int64_t next_ = 0;
+  std::vector<transport::PackPiece> pieces_;
+  std::vector<uint32_t> frames_;
+  std::vector<uint32_t> ordinals_;
+};
+
 }  // namespace
+
+transport::CopyTask ReadPiece(const NodeLayout& layout,
+                              const schedule::Piece& piece,
+                              const char* bucket) {
+  const schedule::Param& param = layout.catalog.param(piece.ordinal);
+  transport::GlobalBox global;
+  global.ordinal = piece.ordinal;
+  global.shape = param.shape;
+  global.offset = piece.box.offset;
+  const schedule::Dims dense = schedule::DenseStrides(piece.box.extent, 1);
+  return transport::MakeBoxCopy(
+      piece.box.extent, static_cast<int32_t>(schedule::DTypeSize(param.dtype)),
+      /*dst=*/nullptr, dense, bucket + piece.offset, dense, global);
+}
 
 absl::Status AddTensorDigests(const NodeLayout& layout,
                               const transport::Landing& landing,
                               transport::Memory* memory,
                               TensorDigests* digests) {
-  const bool on_device = memory != nullptr && landing.size() > 0 &&
-                         !memory->DeviceOf(landing.frame(0).data()).empty();
-  std::vector<char> read;
+  if (landing.size() == 0) return absl::OkStatus();
   const absl::Span<const schedule::Piece> pieces =
       layout.plan.pieces(static_cast<uint32_t>(landing.bucket_id()));
+  // Of a GPU.
+  std::vector<std::pair<const schedule::Piece*, int64_t>> parts;
   for (uint32_t f = 0; f < landing.frame_count(); ++f) {
-    absl::Span<const char> bytes = landing.frame(f);
+    const absl::Span<const char> bytes = landing.frame(f);
     const int64_t offset =
         static_cast<int64_t>(f) * transport::Landing::kFrameBytes;
     const int64_t size = static_cast<int64_t>(bytes.size());
@@ -111,20 +181,26 @@ absl::Status AddTensorDigests(const NodeLayout& layout,
       (*digests)[static_cast<uint32_t>(ordinal)] += landing.frame_digest(f);
       continue;
     }
-    if (on_device) {
-      read.resize(bytes.size());
-      absl::Status status = memory->Read(bytes.data(), absl::MakeSpan(read));
-      if (!status.ok()) return status;
-      bytes = read;
-    }
     ForPieces(layout, pieces, offset, size,
               [&](const schedule::Piece& piece, const schedule::Param& param,
                   int64_t begin, int64_t end, int64_t at) {
-                AddPiece(piece, param, begin, end, bytes.data() + at,
-                         &(*digests)[piece.ordinal]);
+                if (landing.on_device()) {
+                  parts.emplace_back(&piece, f);
+                } else {
+                  AddPiece(piece, param, begin, end, bytes.data() + at,
+                           &(*digests)[piece.ordinal]);
+                }
               });
   }
-  return absl::OkStatus();
+  if (parts.empty()) return absl::OkStatus();
+  // All frames of one piece follow one another.
+  std::stable_sort(parts.begin(), parts.end(),
+                   [](const auto& a, const auto& b) {
+                     return a.first->offset < b.first->offset;
+                   });
+  PartsOnDevice asked(layout, landing.frame(0).data());
+  for (const auto& part : parts) asked.Add(*part.first, part.second);
+  return asked.Digest(memory, digests);
 }
 
 BucketDigestMap::BucketDigestMap(std::shared_ptr<const NodeLayout> layout,

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "daemon/node/layouts.h"
+#include "transport/copy.h"
 #include "transport/digest.h"
 #include "transport/digest_map.h"
 #include "transport/landing.h"
@@ -21,9 +22,14 @@ namespace daemon {
 // By the catalog's ordinal.
 using TensorDigests = std::map<uint32_t, transport::Digest>;
 
+// Reads a piece of a bucket that begins at `bucket`, and writes nothing: for its
+// digest.
+transport::CopyTask ReadPiece(const NodeLayout& layout,
+                              const schedule::Piece& piece, const char* bucket);
+
 // Adds the digests of a bucket that lies complete in `landing`, parameter by
-// parameter. Only frames in which two parameters meet are read again. `memory`
-// reads those that lie on a GPU; null: none does. Errors of Memory::Read.
+// parameter. Only frames in which two parameters meet are read again; on a GPU,
+// by the GPU (`memory`; null: none lies there). Errors of Memory::DigestFrames.
 absl::Status AddTensorDigests(const NodeLayout& layout,
                               const transport::Landing& landing,
                               transport::Memory* memory,

@@ -4,7 +4,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/node/bucket_digest.h"
-#include "schedule/box.h"
 #include "schedule/catalog.h"
 #include "transport/copy.h"
 #include "transport/error.h"
@@ -17,6 +16,49 @@ namespace {
 constexpr int64_t kPartBytes = 16 << 20;
 
 }  // namespace
+
+absl::StatusOr<std::vector<transport::Digest>>
+DeviceFrameDigester::DigestFrames(absl::Span<const uint32_t> frames) const {
+  // The GPU is asked for each once, in order.
+  std::vector<uint32_t> ordered(frames.begin(), frames.end());
+  std::sort(ordered.begin(), ordered.end());
+  ordered.erase(std::unique(ordered.begin(), ordered.end()), ordered.end());
+  constexpr int64_t kFrame = transport::Landing::kFrameBytes;
+  std::vector<transport::PackPiece> pieces;
+  size_t next = 0;
+  for (const schedule::Piece& piece :
+       layout_->plan.pieces(static_cast<uint32_t>(bucket_))) {
+    const int64_t bytes =
+        piece.box.Volume() *
+        schedule::DTypeSize(layout_->catalog.param(piece.ordinal).dtype);
+    if (bytes == 0) continue;
+    // Both are in the order of the bucket.
+    while (next < ordered.size() &&
+           (int64_t{ordered[next]} + 1) * kFrame <= piece.offset) {
+      ++next;
+    }
+    if (next == ordered.size()) break;
+    if (int64_t{ordered[next]} * kFrame >= piece.offset + bytes) continue;
+    transport::PackPiece read;
+    read.offset = piece.offset;
+    read.copy = ReadPiece(*layout_, piece, data_);
+    pieces.push_back(std::move(read));
+  }
+  transport::FrameDigestRequest request;
+  request.pieces = pieces;
+  request.frame_bytes = kFrame;
+  request.frames = ordered;
+  auto digests = memory_->DigestFrames(request);
+  if (!digests.ok()) return digests.status();
+  std::vector<transport::Digest> result;
+  result.reserve(frames.size());
+  for (uint32_t frame : frames) {
+    result.push_back((*digests)[static_cast<size_t>(
+        std::lower_bound(ordered.begin(), ordered.end(), frame) -
+        ordered.begin())]);
+  }
+  return result;
+}
 
 absl::Status DeviceCopies::Copy(absl::Span<const char> from,
                                 absl::Span<char> to,
@@ -40,16 +82,7 @@ absl::StatusOr<transport::Digest> DeviceCopies::DigestOnDevice(
   std::vector<transport::CopyTask> tasks;
   for (const schedule::Piece& piece :
        layout.plan.pieces(static_cast<uint32_t>(bucket))) {
-    if (piece.box.Volume() == 0) continue;
-    const schedule::Param& param = layout.catalog.param(piece.ordinal);
-    transport::GlobalBox global;
-    global.ordinal = piece.ordinal;
-    global.shape = param.shape;
-    global.offset = piece.box.offset;
-    const schedule::Dims dense = schedule::DenseStrides(piece.box.extent, 1);
-    tasks.push_back(transport::MakeBoxCopy(
-        piece.box.extent, static_cast<int32_t>(DTypeSize(param.dtype)),
-        /*dst=*/nullptr, dense, data + piece.offset, dense, global));
+    if (piece.box.Volume() > 0) tasks.push_back(ReadPiece(layout, piece, data));
   }
   transport::Digest digest;
   absl::Status status = memory_->Copy(tasks, transport::CopyOptions(), &digest);

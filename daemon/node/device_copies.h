@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -17,10 +18,34 @@
 #include "daemon/node/layouts.h"
 #include "daemon/node/store.h"
 #include "transport/digest.h"
+#include "transport/landing.h"
 #include "transport/memory.h"
 
 namespace weightsync {
 namespace daemon {
+
+// Digests of a bucket's frames by the GPU in whose memory it lies.
+class DeviceFrameDigester final : public transport::FrameDigester {
+ public:
+  // `data` is the bucket's first byte there. `memory` outlives it. REQUIRES:
+  // 0 <= bucket < layout->bucket_count().
+  DeviceFrameDigester(std::shared_ptr<const NodeLayout> layout, int32_t bucket,
+                      const char* data, transport::Memory* memory)
+      : layout_(std::move(layout)),
+        bucket_(bucket),
+        data_(data),
+        memory_(memory) {}
+
+  // Errors of Memory::DigestFrames.
+  absl::StatusOr<std::vector<transport::Digest>> DigestFrames(
+      absl::Span<const uint32_t> frames) const override;
+
+ private:
+  const std::shared_ptr<const NodeLayout> layout_;
+  const int32_t bucket_;
+  const char* const data_;
+  transport::Memory* const memory_;
+};
 
 // Thread-safe. Everything that is copied is digested where it arrives, and
 // compared.

@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "transport/memory.h"
+#include "transport/tcp/payload_channel.h"
 
 namespace weightsync {
 namespace daemon {
@@ -35,6 +36,16 @@ class FakeGpus final : public transport::Memory {
   void Lose(const std::string& device);
   // The next copies to or from a GPU flip a bit of what they write.
   void DamageCopies(int count);
+  // Ends of edges that carry bytes between GPUs of nodes of this process, and
+  // host memory, as those of device agents do (transport/cuda/agent).
+  transport::tcp::PayloadChannelFactory Channels();
+  // From now on no new one can be made.
+  void RefuseChannels();
+  // A bit flips in every 4 KiB of what it has.
+  void DamageSegments(const std::string& device);
+  // Bytes that were copied between a GPU and host memory, or went over a channel
+  // from or to host memory.
+  int64_t crossed_bytes() const;
   // Bytes of its segments.
   int64_t device_bytes(const std::string& device) const;
 
@@ -61,12 +72,15 @@ class FakeGpus final : public transport::Memory {
                     transport::Digest* digest) override;
   absl::Status Pack(const transport::PackRequest& request,
                     transport::PackResult* result) override;
+  absl::StatusOr<std::vector<transport::Digest>> DigestFrames(
+      const transport::FrameDigestRequest& request) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
   absl::Status Write(absl::Span<const char> from, char* to) override {
     return host_->Write(from, to);
   }
 
  private:
+  class Channel;
   class GpuSegment;
   struct Range {
     int64_t bytes = 0;
@@ -83,6 +97,8 @@ class FakeGpus final : public transport::Memory {
   mutable absl::Mutex mutex_;
   std::map<const char*, Range> ranges_ ABSL_GUARDED_BY(mutex_);
   int damage_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool refuse_channels_ ABSL_GUARDED_BY(mutex_) = false;
+  int64_t crossed_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace testing

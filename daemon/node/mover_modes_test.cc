@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "daemon/node/convert.h"
+#include "daemon/node/in_place_ranks.h"
 #include "daemon/node/mover.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
@@ -20,6 +20,8 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
+using testing::ExpectBytes;
+using testing::InPlaceRanks;
 using testing::kDeadline;
 using testing::ModelBuilder;
 using testing::ModelBytes;
@@ -47,88 +49,6 @@ std::vector<int32_t> AllBuckets(TestNode& node,
   for (int32_t b = 0; b < (*layout)->bucket_count(); ++b) buckets.push_back(b);
   return buckets;
 }
-
-void ExpectBytes(const v1::DefineLayout& define, const ModelBytes& model, int w,
-                 const std::vector<std::string>& live) {
-  const v1::LayoutWorker& worker = define.workers(w);
-  ASSERT_EQ(static_cast<int>(live.size()), worker.boxes_size());
-  for (int i = 0; i < worker.boxes_size(); ++i) {
-    const int ordinal = worker.boxes(i).ordinal();
-    const v1::Parameter& parameter = define.catalog(ordinal);
-    EXPECT_TRUE(live[static_cast<size_t>(i)] ==
-                testing::BoxBytes(parameter, model.tensor(ordinal),
-                                  worker.boxes(i).box()))
-        << parameter.name() << " of worker " << w;
-  }
-}
-
-// The ranks of node a, publishing IN_PLACE on threads of their own.
-class InPlaceRanks {
- public:
-  InPlaceRanks(TestNode* node, const v1::DefineLayout& define,
-               const std::string& update_id, const ModelBytes& model,
-               bool verify_source = false) {
-    for (const v1::LayoutSource& source : define.sources()) {
-      memory.push_back(MakeRankMemory(define, model, source.rank()));
-    }
-    results.resize(memory.size(), absl::UnknownError("runs"));
-    returned = std::vector<std::atomic<bool>>(memory.size());
-    for (size_t r = 0; r < memory.size(); ++r) {
-      threads.emplace_back([=, &define] {
-        auto result = node->Snapshot(define, update_id, 1, static_cast<int>(r),
-                                     memory[r], std::make_shared<CancelFlag>(),
-                                     /*in_place=*/true, verify_source);
-        results[r] = result.status();
-        returned[r] = true;
-      });
-    }
-  }
-  ~InPlaceRanks() { Join(); }
-  void Join() {
-    for (std::thread& thread : threads) {
-      if (thread.joinable()) thread.join();
-    }
-  }
-  // Takes the digests that the ranks report into the manifest.
-  void Collect(TestNode* node, TestUpdate* update) {
-    for (size_t r = 0; r < memory.size(); ++r) {
-      auto report = node->WaitFor([](const v1::NodeReport& report) {
-        return report.has_rank_snapshotted();
-      });
-      ASSERT_EQ(report.rank_snapshotted().failure().reason(), "");
-      for (const auto& bucket : report.rank_snapshotted().buckets()) {
-        *update->manifest().add_buckets() = bucket;
-      }
-      for (const auto& tensor : report.rank_snapshotted().tensors()) {
-        tensors[tensor.ordinal()] += FromProto(tensor.digest());
-      }
-    }
-  }
-
-  // What all ranks say of each parameter is its digest.
-  void ExpectTensors(const v1::DefineLayout& define, const ModelBytes& model) {
-    ASSERT_EQ(static_cast<int>(tensors.size()), define.catalog_size());
-    for (const auto& tensor : tensors) {
-      const std::string& bytes = model.tensor(tensor.first);
-      transport::DigestRun run;
-      run.ordinal = static_cast<uint32_t>(tensor.first);
-      run.element_bytes = static_cast<int32_t>(
-          schedule::DTypeSize(FromProto(define.catalog(tensor.first).dtype())));
-      run.element_count =
-          static_cast<int64_t>(bytes.size()) / run.element_bytes;
-      transport::Digest expected;
-      transport::DigestAccumulate(bytes.data(), run, &expected);
-      EXPECT_TRUE(expected == tensor.second)
-          << define.catalog(tensor.first).name();
-    }
-  }
-
-  std::map<int, transport::Digest> tensors;
-  std::vector<RankMemory> memory;
-  std::vector<absl::Status> results;
-  std::vector<std::atomic<bool>> returned;
-  std::vector<std::thread> threads;
-};
 
 v1::ReleaseSources Release(const std::string& update_id) {
   v1::ReleaseSources release;

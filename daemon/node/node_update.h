@@ -20,11 +20,13 @@
 // passed again from the source; workers are not given what they have.
 //
 // Buckets that shall lie on a GPU (Placement): those of this node's ranks are
-// packed there, and copied to host memory where they are to be sent, part by
-// part, beside the connection. Those that come from elsewhere land in host
-// memory and are copied to the GPU one by one as they are complete. The update
-// is VERIFIED here when everything is where it is to be, and its digest there
-// is the right one.
+// packed there. What a group carries out of and into memory of that GPU
+// (Group::PayloadDevice) is sent from where it was packed, and lands where it is
+// to lie; so do slots of lanes, where the node's workers reach the GPU. Each
+// flow decides when its group has joined. All else goes by way of host memory:
+// it is copied there to be sent, part by part, beside the connection, or lands
+// there and is copied to the GPU bucket by bucket. The update is VERIFIED here
+// when everything is where it is to be, and its digest there is the right one.
 
 #ifndef WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
 #define WEIGHTSYNC_DAEMON_NODE_NODE_UPDATE_H_
@@ -142,8 +144,10 @@ class NodeUpdate {
     // Constant once the thread runs. Null: buckets that this node's workers get
     // from its own ranks.
     std::unique_ptr<transport::Group> group;
-    // Of a flow that moves as a whole.
+    // Of a flow that moves as a whole; set when it has joined.
     std::vector<std::shared_ptr<transport::Landing>> landings;
+    // Sent from host memory, while they lie on a GPU. Set as that.
+    std::set<int32_t> staged;
     // By way of a checkpoint: no group.
     bool disk = false;
     // Of a lane.
@@ -200,6 +204,10 @@ class NodeUpdate {
   absl::Status FillFlows(Round* round);
   // Splits a flow into lanes, or makes one run of it.
   absl::Status AddFlow(Round* round, const v1::Flow& flow, int self);
+  // The memory that a lane's buckets pass through; of the GPU `device`, where
+  // all who have to do with it reach that.
+  absl::Status TakeLaneSlot(const Round& round, FlowRun* flow,
+                            const std::string& device);
   absl::Status MakeGroup(const v1::PrepareUpdate& command, FlowRun* run,
                          const std::string& group_id);
   // Where buckets pass through slots: see the top of the file.
@@ -250,19 +258,35 @@ class NodeUpdate {
   // What is done with a bucket here, and so where it may lie.
   enum class Use {
     kPack,     // of a rank of this node
-    kReceive,  // by the CPU, for workers of this node
-    kSend,     // by the CPU; it is there
-    kHost,     // in host memory alone
+    kReceive,  // for workers of this node
+    kSend,     // it is there
   };
-  // Room and landings for `buckets`, those that are there already as they are.
+  // Room for `buckets`, those that are there already as they are, and landings:
+  // but for those that are to lie on a GPU and come from others, or go to them,
+  // for which the flow that moves them makes some (Land).
   absl::StatusOr<std::vector<std::shared_ptr<transport::Landing>>> Landings(
       const std::vector<int32_t>& buckets, Use use);
   // ---- Buckets on GPUs: node_update_device.cc ----
-  // Of those of `buckets` that were packed on a GPU: room to send them from.
+  std::shared_ptr<transport::Landing> NewLanding(const BucketRoom& room) const;
+  // The caller starts what it answers, without our lock.
+  FrameCount* AddLanding(const BucketRoom& room)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where the buckets of a flow land and are sent from, now that it is known
+  // whether its group moves memory of a GPU, and of which (empty: of none).
+  absl::Status Land(const Round& round, FlowRun* flow,
+                    const std::string& device)
+      ABSL_LOCKS_EXCLUDED(land_mutex_, mutex_);
+  // In host memory, though they are to lie on a GPU; what a landing there has
+  // of them so far is given up. `received`: they are to get there.
+  absl::Status LandBeside(const std::vector<int32_t>& buckets, bool received);
+  // What is read from files lands beside.
+  absl::Status LandFromDisk(const std::vector<int32_t>& buckets);
+  // Where a lane's slot may lie. Empty: in host memory.
+  std::string SlotDevice(const Round& round, const FlowRun& flow,
+                         const std::vector<int32_t>& buckets,
+                         const std::string& device) const;
+  // Of those of `buckets` whose landing is on a GPU: room to send them from.
   absl::Status StageForSending(const std::vector<int32_t>& buckets);
-  // Null: it is sent from where it lies.
-  std::shared_ptr<transport::Landing> Staged(int32_t bucket)
-      ABSL_LOCKS_EXCLUDED(mutex_);
   // Copies it to where it is sent from, as far as it is not there.
   absl::Status FillStaged(int32_t bucket, transport::Landing* staged,
                           absl::Duration patience);
@@ -291,6 +315,8 @@ class NodeUpdate {
   std::atomic<bool> finished_{false};
   CancelFlag cancel_;
 
+  // One flow after the other decides: they may have buckets in common.
+  absl::Mutex land_mutex_ ABSL_ACQUIRED_BEFORE(mutex_);
   mutable absl::Mutex mutex_;
   bool woken_ ABSL_GUARDED_BY(mutex_) = false;
   absl::optional<v1::PrepareUpdate> prepare_ ABSL_GUARDED_BY(mutex_);
@@ -306,8 +332,11 @@ class NodeUpdate {
       ABSL_GUARDED_BY(mutex_);
   std::map<int32_t, std::unique_ptr<FrameCount>> counts_
       ABSL_GUARDED_BY(mutex_);
-  // Whose landing is on a GPU, and what they are sent from.
-  std::set<int32_t> packed_on_device_ ABSL_GUARDED_BY(mutex_);
+  // Rooms on GPUs of which no flow has said yet how they are used.
+  std::map<int32_t, BucketRoom> undecided_ ABSL_GUARDED_BY(mutex_);
+  // Whose landing is on a GPU, and on which; and what they are sent from, where
+  // that is in host memory.
+  std::map<int32_t, std::string> on_device_ ABSL_GUARDED_BY(mutex_);
   std::map<int32_t, std::shared_ptr<transport::Landing>> staged_
       ABSL_GUARDED_BY(mutex_);
   // Whose landing is not where they are to be, or not everywhere.

@@ -16,6 +16,32 @@ namespace daemon {
 using transport::Landing;
 using transport::MakeError;
 
+std::shared_ptr<Landing> NodeUpdate::NewLanding(const BucketRoom& room) const {
+  const auto bucket = static_cast<uint64_t>(room.bucket);
+  if (!room.device.empty()) {
+    return std::make_shared<Landing>(
+        bucket, room.data,
+        std::make_shared<DeviceFrameDigester>(
+            layout_, room.bucket, room.data.data(), context_.memory));
+  }
+  return std::make_shared<Landing>(
+      bucket, room.data,
+      std::make_shared<BucketDigestMap>(layout_, room.bucket), room.file);
+}
+
+NodeUpdate::FrameCount* NodeUpdate::AddLanding(const BucketRoom& room) {
+  const std::shared_ptr<Landing> landing = NewLanding(room);
+  landings_[room.bucket] = landing;
+  if (room.device.empty()) {
+    on_device_.erase(room.bucket);
+  } else {
+    on_device_[room.bucket] = room.device;
+  }
+  auto& count = counts_[room.bucket];
+  count = std::make_unique<FrameCount>(this, landing);
+  return count.get();
+}
+
 absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
     const std::vector<int32_t>& buckets, Use use) {
   absl::Status pinned = PinInStore();
@@ -29,45 +55,26 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
   auto rooms =
       context_.store->Reserve(update_id_, version_, layout_, buckets, devices);
   if (!rooms.ok()) return rooms.status();
-  // What the CPU is to write or read lands beside the GPU.
-  std::vector<int32_t> beside;
-  std::map<int32_t, std::string> on_device;
-  for (const BucketRoom& room : *rooms) {
-    if (room.device.empty()) continue;
-    on_device[room.bucket] = room.device;
-    if (use != Use::kPack) beside.push_back(room.bucket);
-  }
-  if (!beside.empty()) {
-    rooms = context_.store->ReserveCopies(update_id_, buckets);
-    if (!rooms.ok()) return rooms.status();
-  }
   std::vector<std::shared_ptr<Landing>> landings;
   std::vector<FrameCount*> fresh;
   {
     absl::MutexLock lock(&mutex_);
     for (const BucketRoom& room : *rooms) {
-      std::shared_ptr<Landing>& landing = landings_[room.bucket];
-      if (landing == nullptr) {
-        landing = std::make_shared<Landing>(
-            static_cast<uint64_t>(room.bucket), room.data,
-            std::make_shared<BucketDigestMap>(layout_, room.bucket), room.file);
-        auto& count = counts_[room.bucket];
-        count = std::make_unique<FrameCount>(this, landing);
-        fresh.push_back(count.get());
-        auto device = on_device.find(room.bucket);
-        if (device != on_device.end() && use == Use::kPack) {
-          packed_on_device_.insert(room.bucket);
-          // For workers elsewhere on this node.
-          if (std::binary_search(layout_->needed_buckets.begin(),
-                                 layout_->needed_buckets.end(), room.bucket) &&
-              !context_.placement->AllReach(model(), device->second)) {
-            to_place_.insert(room.bucket);
-          }
-        } else if (device != on_device.end() && use == Use::kReceive) {
+      if (landings_.count(room.bucket) == 0) {
+        if (!room.device.empty() && use != Use::kPack) {
+          undecided_[room.bucket] = room;
+          continue;
+        }
+        fresh.push_back(AddLanding(room));
+        // For workers elsewhere on this node.
+        if (!room.device.empty() &&
+            std::binary_search(layout_->needed_buckets.begin(),
+                               layout_->needed_buckets.end(), room.bucket) &&
+            !context_.placement->AllReach(model(), room.device)) {
           to_place_.insert(room.bucket);
         }
       }
-      landings.push_back(landing);
+      landings.push_back(landings_.at(room.bucket));
     }
   }
   // Not under our lock: watchers take it.
@@ -75,34 +82,138 @@ absl::StatusOr<std::vector<std::shared_ptr<Landing>>> NodeUpdate::Landings(
   return landings;
 }
 
-// ---- What is sent ----
+// ---- Where a flow's buckets land ----
 
-absl::Status NodeUpdate::StageForSending(const std::vector<int32_t>& buckets) {
-  std::vector<int32_t> packed;
+absl::Status NodeUpdate::Land(const Round& round, FlowRun* flow,
+                              const std::string& device) {
+  absl::MutexLock landing(&land_mutex_);
+  std::vector<int32_t> beside, staged;
+  std::vector<FrameCount*> fresh;
   {
     absl::MutexLock lock(&mutex_);
-    for (int32_t bucket : buckets) {
-      if (packed_on_device_.count(bucket) > 0 && staged_.count(bucket) == 0) {
-        packed.push_back(bucket);
+    if (round.closed) return absl::CancelledError("the round is closed");
+    for (int32_t bucket : flow->buckets) {
+      auto room = undecided_.find(bucket);
+      if (room != undecided_.end()) {
+        if (room->second.device == device) {
+          fresh.push_back(AddLanding(room->second));
+          undecided_.erase(room);
+        } else {
+          beside.push_back(bucket);
+        }
+        continue;
+      }
+      auto on = on_device_.find(bucket);
+      if (on == on_device_.end()) continue;
+      const bool carried = flow->group == nullptr || on->second == device;
+      if (!carried && flow->self > 0 && !counts_.at(bucket)->complete()) {
+        beside.push_back(bucket);
+      } else if (!carried ||
+                 (PassesOn(round, bucket) &&
+                  !context_.placement->AllReach(model(), on->second))) {
+        staged.push_back(bucket);
       }
     }
   }
-  if (packed.empty()) return absl::OkStatus();
-  auto rooms = context_.store->ReserveCopies(update_id_, packed);
-  if (!rooms.ok()) return rooms.status();
+  for (FrameCount* count : fresh) count->Start();
+  absl::Status status = LandBeside(beside, flow->self > 0);
+  if (status.ok()) status = StageForSending(staged);
+  if (!status.ok()) return status;
+  flow->staged.insert(staged.begin(), staged.end());
+  if (flow->lane) {
+    // Without GPUs it was taken when the round was made.
+    return context_.placement == nullptr ? absl::OkStatus()
+                                         : TakeLaneSlot(round, flow, device);
+  }
   absl::MutexLock lock(&mutex_);
-  for (const BucketRoom& room : *rooms) {
-    staged_[room.bucket] = std::make_shared<Landing>(
-        static_cast<uint64_t>(room.bucket), room.data,
-        std::make_shared<BucketDigestMap>(layout_, room.bucket), room.file);
+  for (int32_t bucket : flow->buckets) {
+    flow->landings.push_back(flow->staged.count(bucket) > 0
+                                 ? staged_.at(bucket)
+                                 : landings_.at(bucket));
   }
   return absl::OkStatus();
 }
 
-std::shared_ptr<Landing> NodeUpdate::Staged(int32_t bucket) {
+absl::Status NodeUpdate::LandBeside(const std::vector<int32_t>& buckets,
+                                    bool received) {
+  if (buckets.empty()) return absl::OkStatus();
+  const auto rooms = context_.store->ReserveCopies(update_id_, buckets);
+  if (!rooms.ok()) return rooms.status();
+  std::vector<FrameCount*> fresh;
+  std::vector<std::unique_ptr<FrameCount>> before;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (const BucketRoom& room : *rooms) {
+      undecided_.erase(room.bucket);
+      auto count = counts_.find(room.bucket);
+      if (count != counts_.end()) before.push_back(std::move(count->second));
+      fresh.push_back(AddLanding(room));
+      if (received) to_place_.insert(room.bucket);
+    }
+  }
+  for (const auto& count : before) count->Stop();
+  for (FrameCount* count : fresh) count->Start();
+  return absl::OkStatus();
+}
+
+absl::Status NodeUpdate::LandFromDisk(const std::vector<int32_t>& buckets) {
+  std::vector<int32_t> beside;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (int32_t bucket : buckets) {
+      if (undecided_.count(bucket) > 0 ||
+          (on_device_.count(bucket) > 0 && !counts_.at(bucket)->complete())) {
+        beside.push_back(bucket);
+      }
+    }
+  }
+  return LandBeside(beside, /*received=*/true);
+}
+
+std::string NodeUpdate::SlotDevice(const Round& round, const FlowRun& flow,
+                                   const std::vector<int32_t>& buckets,
+                                   const std::string& device) const {
+  if (context_.placement == nullptr) return "";
+  std::string on = device;
+  if (flow.self == 0) {
+    // Packed straight from the ranks' memory: on the GPU that has it.
+    const std::map<int32_t, std::string> packed =
+        context_.placement->ForPacked(*layout_, buckets);
+    if (flow.group == nullptr && !packed.empty()) on = packed.begin()->second;
+    for (int32_t bucket : buckets) {
+      auto found = packed.find(bucket);
+      if (found == packed.end() || found->second != on) return "";
+    }
+  }
+  if (on.empty()) return "";
+  for (int32_t bucket : buckets) {
+    if (PassesOn(round, bucket) && !context_.placement->AllReach(model(), on)) {
+      return "";
+    }
+  }
+  return on;
+}
+
+// ---- What is sent ----
+
+absl::Status NodeUpdate::StageForSending(const std::vector<int32_t>& buckets) {
+  std::vector<int32_t> fresh;
+  {
+    absl::MutexLock lock(&mutex_);
+    for (int32_t bucket : buckets) {
+      if (staged_.count(bucket) == 0) fresh.push_back(bucket);
+    }
+  }
+  if (fresh.empty()) return absl::OkStatus();
+  auto rooms = context_.store->ReserveCopies(update_id_, fresh);
+  if (!rooms.ok()) return rooms.status();
   absl::MutexLock lock(&mutex_);
-  auto found = staged_.find(bucket);
-  return found == staged_.end() ? nullptr : found->second;
+  for (const BucketRoom& room : *rooms) {
+    // Of another flow, meanwhile, perhaps.
+    std::shared_ptr<Landing>& staged = staged_[room.bucket];
+    if (staged == nullptr) staged = NewLanding(room);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status NodeUpdate::FillStaged(int32_t bucket, Landing* staged,
@@ -138,14 +249,14 @@ absl::Status NodeUpdate::FillStaged(int32_t bucket, Landing* staged,
 }
 
 absl::Status NodeUpdate::FillFromStore(Landing* landing) {
+  if (landing->on_device()) return landing->MarkAllReady();
   const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
   if (context_.device_copies != nullptr) {
     absl::Status status =
         context_.device_copies->ToHost(layout_, update_id_, {bucket});
     if (!status.ok()) return status;
   }
-  landing->MarkAllReady();
-  return absl::OkStatus();
+  return landing->MarkAllReady();
 }
 
 // ---- What is to lie elsewhere ----
@@ -199,7 +310,7 @@ void NodeUpdate::PlaceBuckets() {
       if (ended_) return;
       bucket = find();
       landing = landings_.at(bucket);
-      packed = packed_on_device_.count(bucket) > 0;
+      packed = on_device_.count(bucket) > 0;
     }
     absl::Status status;
     if (packed) {

@@ -37,7 +37,8 @@ void NodeUpdate::AddDiskFlow(Round* round, const std::set<int32_t>& received) {
   {
     absl::MutexLock lock(&mutex_);
     for (int32_t bucket : run->buckets) {
-      run->landings.push_back(landings_.at(bucket));
+      auto landing = landings_.find(bucket);
+      if (landing != landings_.end()) run->landings.push_back(landing->second);
     }
   }
   round->flows.push_back(std::move(run));
@@ -151,9 +152,8 @@ void NodeUpdate::ReportLoaded() {
     const auto& readers =
         layout_->plan.need_nodes(static_cast<uint32_t>(bucket));
     if (!readers.empty() && readers.front() == layout_->node) {
-      // What is read from files is in host memory.
       absl::Status added =
-          AddTensorDigests(*layout_, *landing, /*memory=*/nullptr, &tensors);
+          AddTensorDigests(*layout_, *landing, context_.memory, &tensors);
       LOG_IF(DFATAL, !added.ok()) << added;
     }
   }

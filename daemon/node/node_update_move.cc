@@ -164,7 +164,7 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     }
     if (!round->stream) buckets.insert(received.begin(), received.end());
   }
-  // What the CPU writes, and what is packed.
+  // What comes, and what is packed.
   std::vector<int32_t> packed, others;
   for (int32_t bucket : buckets) {
     const bool pack = !round->fetch && !round->disk &&
@@ -172,11 +172,13 @@ absl::Status NodeUpdate::FillStore(Round* round) {
     (pack ? packed : others).push_back(bucket);
   }
   if (!packed.empty()) {
-    auto landings = Landings(packed, round->in_place ? Use::kHost : Use::kPack);
+    auto landings = Landings(packed, Use::kPack);
     if (!landings.ok()) return landings.status();
   }
   if (others.empty()) return absl::OkStatus();
-  return Landings(others, Use::kReceive).status();
+  auto landings = Landings(others, Use::kReceive);
+  if (!landings.ok()) return landings.status();
+  return round->disk ? LandFromDisk(others) : absl::OkStatus();
 }
 
 absl::Status NodeUpdate::FillFlows(Round* round) {
@@ -197,24 +199,17 @@ absl::Status NodeUpdate::FillFlows(Round* round) {
   // tells them that it begins.
   auto run = std::make_unique<FlowRun>();
   run->lane = true;
-  int64_t most = 0;
   for (int32_t bucket : layout_->LocalSourceBuckets()) {
     if (round->fetch || !PassesOn(*round, bucket) ||
         in_flows.count(bucket) > 0) {
       continue;
     }
     run->buckets.push_back(bucket);
-    if (PacksIntoSlot(*round, 0, bucket)) {
-      most = std::max(most, layout_->bucket_bytes(bucket));
-    }
   }
-  if (most > 0) {
-    auto slot = context_.store->TakeSlot(model(), most);
-    if (!slot.ok()) return slot.status();
-    run->slot = *std::move(slot);
+  if (context_.placement == nullptr) {
+    absl::Status taken = TakeLaneSlot(*round, run.get(), "");
+    if (!taken.ok()) return taken;
   }
-  absl::Status staged = StageForSending(run->buckets);
-  if (!staged.ok()) return staged;
   round->flows.push_back(std::move(run));
   return absl::OkStatus();
 }
@@ -227,36 +222,16 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
                                                       ? command.stream_slots()
                                                       : kDefaultLanes,
                                                   flow.buckets_size()));
-  if (self == 0 && !command.dry()) {
-    absl::Status staged = StageForSending(
-        std::vector<int32_t>(flow.buckets().begin(), flow.buckets().end()));
-    if (!staged.ok()) return staged;
-  }
   for (int lane = 0; lane < count; ++lane) {
     auto run = std::make_unique<FlowRun>();
     run->flow = flow;
     run->self = self;
     run->lane = lanes;
-    int64_t most = 0;
-    for (int i = lane; i < flow.buckets_size(); i += count) {
-      const int32_t bucket = flow.buckets(i);
-      run->buckets.push_back(bucket);
-      if (PacksIntoSlot(*round, self, bucket) || (self > 0 && round->stream)) {
-        most = std::max(most, layout_->bucket_bytes(bucket));
-      }
-    }
-    if (most > 0 && !command.dry()) {
-      auto slot = context_.store->TakeSlot(model(), most);
-      if (!slot.ok()) return slot.status();
-      run->slot = *std::move(slot);
-    }
-    if (!lanes && !command.dry()) {
-      absl::MutexLock lock(&mutex_);
-      for (int32_t bucket : run->buckets) {
-        auto staged = staged_.find(bucket);
-        run->landings.push_back(staged != staged_.end() ? staged->second
-                                                        : landings_.at(bucket));
-      }
+    for (int i = lane; i < flow.buckets_size(); i += count)
+      run->buckets.push_back(flow.buckets(i));
+    if (lanes && !command.dry() && context_.placement == nullptr) {
+      absl::Status taken = TakeLaneSlot(*round, run.get(), "");
+      if (!taken.ok()) return taken;
     }
     // A member that splits it otherwise is not met at all.
     const std::string group_id =
@@ -267,6 +242,31 @@ absl::Status NodeUpdate::AddFlow(Round* round, const v1::Flow& flow, int self) {
     if (!status.ok()) return status;
     round->flows.push_back(std::move(run));
   }
+  return absl::OkStatus();
+}
+
+absl::Status NodeUpdate::TakeLaneSlot(const Round& round, FlowRun* flow,
+                                      const std::string& device) {
+  std::vector<int32_t> through;
+  int64_t most = 0;
+  for (int32_t bucket : flow->buckets) {
+    if (!PacksIntoSlot(round, flow->self, bucket) &&
+        (flow->self == 0 || !round.stream)) {
+      continue;
+    }
+    through.push_back(bucket);
+    most = std::max(most, layout_->bucket_bytes(bucket));
+  }
+  if (most == 0) return absl::OkStatus();
+  const std::string on = SlotDevice(round, *flow, through, device);
+  auto slot = context_.store->TakeSlot(model(), most, on);
+  if (!slot.ok() && !on.empty()) {
+    LOG(INFO) << "a lane of update " << update_id_ << " of " << model()
+              << " goes through host memory: " << slot.status();
+    slot = context_.store->TakeSlot(model(), most);
+  }
+  if (!slot.ok()) return slot.status();
+  flow->slot = *std::move(slot);
   return absl::OkStatus();
 }
 
@@ -303,10 +303,19 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
   const absl::Duration timeout =
       DurationOr(round->command.has_timeout(), round->command.timeout(),
                  context_.prepare_timeout);
+  const absl::Time deadline = absl::Now() + timeout;
   absl::Status status;
   if (flow->group != nullptr) status = flow->group->Join(timeout);
   if (flow->disk) {
     status = context_.checkpoints->See(round->command.checkpoint());
+  } else if (status.ok() && !round->command.dry()) {
+    // An edge that fails meanwhile is blamed when it is to move: then another
+    // route is found.
+    absl::StatusOr<std::string> device = std::string();
+    if (flow->group != nullptr && context_.placement != nullptr)
+      device = flow->group->PayloadDevice(deadline - absl::Now());
+    status = Land(*round, flow, device.ok() ? *device : "");
+    if (!status.ok() && !device.ok()) status = device.status();
   }
   absl::Duration patience;
   {
@@ -335,7 +344,15 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
 absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
                                    absl::Duration patience) {
   if (flow->self > 0 && !round->fetch) FillFromBase(flow, patience);
-  absl::Status status = flow->group->Move(flow->landings);
+  absl::Status status;
+  for (const auto& landing : flow->landings) {
+    // What it has already on a GPU, and is only to send on.
+    const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
+    if (flow->self == 0 || flow->staged.count(bucket) == 0) continue;
+    status = FillStaged(bucket, landing.get(), patience);
+    if (!status.ok()) return status;
+  }
+  status = flow->group->Move(flow->landings);
   if (!status.ok()) return status;
   if (round->fetch && flow->self == 0) {
     // Of a holder: digested as they are sent.
@@ -351,7 +368,7 @@ absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
   } else if (flow->self == 0) {
     for (const auto& landing : flow->landings) {
       const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
-      if (Staged(bucket) == nullptr) continue;
+      if (flow->staged.count(bucket) == 0) continue;
       status = FillStaged(bucket, landing.get(), patience);
       if (!status.ok()) {
         if (!landing->complete()) landing->Fail(status);
@@ -392,16 +409,16 @@ absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
 
 absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
                                     absl::Duration patience) {
+  const bool staged = flow->staged.count(bucket) > 0;
   std::shared_ptr<Landing> landing;
   {
     absl::MutexLock lock(&mutex_);
     auto found = landings_.find(bucket);
-    if (found != landings_.end()) landing = found->second;
+    if (found != landings_.end()) {
+      landing = staged ? staged_.at(bucket) : found->second;
+    }
   }
   const bool in_store = landing != nullptr;
-  const std::shared_ptr<Landing> staged =
-      flow->self == 0 ? Staged(bucket) : nullptr;
-  if (staged != nullptr) landing = staged;
   if (!in_store) {
     if (flow->slot == nullptr) {
       return MakeError(
@@ -409,11 +426,17 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
           absl::StrCat("bucket ", bucket, " of update ", update_id_,
                        " has no place on node ", context_.node));
     }
-    landing = std::make_shared<Landing>(
-        static_cast<uint64_t>(bucket),
-        flow->slot->data().subspan(
-            0, static_cast<size_t>(layout_->bucket_bytes(bucket))),
-        std::make_shared<BucketDigestMap>(layout_, bucket), flow->slot->file());
+    BucketRoom room;
+    room.bucket = bucket;
+    room.data = flow->slot->data().subspan(
+        0, static_cast<size_t>(layout_->bucket_bytes(bucket)));
+    room.file = flow->slot->file();
+    room.device = flow->slot->device();
+    landing = NewLanding(room);
+  }
+  if (staged && flow->self > 0) {
+    absl::Status status = FillStaged(bucket, landing.get(), patience);
+    if (!status.ok()) return status;
   }
   if (flow->group != nullptr) {
     absl::Status status = flow->group->Move({landing});
@@ -421,10 +444,10 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
   }
   if (flow->self == 0) {
     absl::Status status;
-    if (staged != nullptr) {
-      status = FillStaged(bucket, staged.get(), patience);
-    } else if (round->fetch) {
+    if (round->fetch) {
       status = FillFromStore(landing.get());
+    } else if (staged) {
+      status = FillStaged(bucket, landing.get(), patience);
     } else if (!in_store) {
       status = FillFromSource(bucket, landing.get(), patience);
     }
@@ -453,6 +476,13 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
         where = *std::move(location);
       } else {
         where = flow->slot->Location(layout_->bucket_bytes(bucket));
+        if (flow->slot->lost()) {
+          return MakeError(
+              absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
+              absl::StrCat("bucket ", bucket, " of update ", update_id_,
+                           " was in memory of a GPU of node ", context_.node,
+                           " whose device agent has ended"));
+        }
       }
       PassToWorkers(bucket, where);
     }
@@ -481,7 +511,9 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
     manifest = manifest_;
   }
   for (const auto& landing : flow->landings) {
-    if (landing->ready_frames() > 0) continue;
+    // Updates share nothing on a GPU, so there is seldom anything to find for
+    // it; and what travels between GPUs is as quick as what is read again.
+    if (landing->on_device() || landing->ready_frames() > 0) continue;
     const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
     auto said = manifest.find(bucket);
     if (said == manifest.end()) continue;
@@ -547,7 +579,7 @@ absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
   if (source->cancel->cancelled()) return source->cancel->status();
   TensorDigests tensors;
   absl::Status added =
-      AddTensorDigests(*layout_, *landing, /*memory=*/nullptr, &tensors);
+      AddTensorDigests(*layout_, *landing, context_.memory, &tensors);
   if (!added.ok()) return added;
   return NoteSource(bucket, *digest, tensors);
 }
@@ -600,14 +632,14 @@ absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
                               layout_->needed_buckets.end(), bucket)) {
         continue;
       }
-      auto landing = Landings({bucket}, Use::kHost);
+      auto landing = Landings({bucket}, Use::kPack);
       if (!landing.ok()) return Result(landing.status());
       auto digest = PackSourceBucket(*layout_, rank, source->shards,
                                      (*landing)[0].get(), context_.memory);
       absl::Status status = digest.status();
       if (digest.ok()) {
         TensorDigests tensors;
-        status = AddTensorDigests(*layout_, *(*landing)[0], /*memory=*/nullptr,
+        status = AddTensorDigests(*layout_, *(*landing)[0], context_.memory,
                                   &tensors);
         if (status.ok()) status = NoteSource(bucket, *digest, tensors);
       }

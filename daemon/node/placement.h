@@ -8,7 +8,6 @@
 //     parameter in several shards
 //   - what a worker needs that has no GPU; what comes from elsewhere while no
 //     one GPU is in reach of all workers
-//   - what is read IN_PLACE
 // A GPU's bucket that somebody needs who cannot reach the GPU is copied to host
 // memory (DeviceCopies).
 

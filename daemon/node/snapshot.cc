@@ -273,8 +273,7 @@ absl::Status PackBucket(const NodeLayout& layout, int32_t rank, int32_t bucket,
   transport::CopyOptions options;
   options.guard_source = guard;
   absl::Status status = memory->Copy(tasks, options, nullptr);
-  if (status.ok()) landing->MarkAllReady();
-  return status;
+  return status.ok() ? landing->MarkAllReady() : status;
 }
 
 }  // namespace

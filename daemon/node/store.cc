@@ -98,6 +98,11 @@ v1::SlotLocation StoreSlot::Location(int64_t bytes) const {
   return location;
 }
 
+bool StoreSlot::lost() const {
+  absl::MutexLock lock(&store_->mutex_);
+  return store_->entries_.at(id_).dropped;
+}
+
 void StoreSlot::Recycle() {
   absl::MutexLock lock(&store_->mutex_);
   const Store::Entry& entry = store_->entries_.at(id_);
@@ -350,7 +355,7 @@ absl::StatusOr<std::vector<BucketRoom>> Store::Reserve(
 }
 
 absl::StatusOr<std::unique_ptr<StoreSlot>> Store::TakeSlot(
-    const std::string& model, int64_t bytes) {
+    const std::string& model, int64_t bytes, const std::string& device) {
   std::unique_ptr<StoreSlot> slot;
   absl::Status status;
   {
@@ -361,9 +366,12 @@ absl::StatusOr<std::unique_ptr<StoreSlot>> Store::TakeSlot(
     entry.model = model;
     entry.slot_bytes = bytes;
     entry.order = next_order_++;
-    auto rooms = ReserveLocked(id, "", {Want()});
+    Want want;
+    want.device = device;
+    auto rooms = ReserveLocked(id, "", {want});
     if (rooms.ok()) {
-      slot.reset(new StoreSlot(this, id, (*rooms)[0].data, (*rooms)[0].file));
+      ++entry.pins;
+      slot.reset(new StoreSlot(this, id, (*rooms)[0], StorePin(this, id)));
     } else {
       status = rooms.status();
       entries_.erase(id);
@@ -844,7 +852,8 @@ absl::StatusOr<v1::SlotLocation> Store::LocationOf(const std::string& update_id,
   const Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
   auto copy = entry->copies.find(bucket);
-  if (copy != entry->copies.end()) return LocationOf(*entry, copy->second);
+  if (copy != entry->copies.end() && copy->second.whole)
+    return LocationOf(*entry, copy->second);
   auto it = entry->buckets.find(bucket);
   if (it == entry->buckets.end()) return BucketUnknown(update_id, bucket);
   return LocationOf(*entry, it->second);

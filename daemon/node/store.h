@@ -121,21 +121,32 @@ class StoreSlot {
   absl::Span<char> data() const { return data_; }
   // The same bytes as a part of a file.
   transport::FileRange file() const { return file_; }
+  // Where data() only names bytes: the GPU that has them.
+  const std::string& device() const { return device_; }
   // Of the first `bytes` of what stands in it now.
   v1::SlotLocation Location(int64_t bytes) const;
   // The bytes are about to be something else: a late reader will notice.
   void Recycle();
+  // They have ended with their GPU's device agent.
+  bool lost() const;
 
  private:
   friend class Store;
-  StoreSlot(Store* store, std::string id, absl::Span<char> data,
-            transport::FileRange file)
-      : store_(store), id_(std::move(id)), data_(data), file_(file) {}
+  StoreSlot(Store* store, std::string id, const BucketRoom& room, StorePin pin)
+      : store_(store),
+        id_(std::move(id)),
+        data_(room.data),
+        file_(room.file),
+        device_(room.device),
+        pin_(std::move(pin)) {}
 
   Store* const store_;
   const std::string id_;
   const absl::Span<char> data_;
   const transport::FileRange file_;
+  const std::string device_;
+  // What its GPU has lost is not given up under its hands.
+  StorePin pin_;
 };
 
 class Store {
@@ -271,7 +282,7 @@ class Store {
   void LoseDevice(const std::string& device);
 
   // Where a bucket lies, whole or not, for those who know which bytes of it are
-  // there; its copy, where it has one. Errors of Locate. REQUIRES: the update
+  // there; its copy, where it has a whole one. Errors of Locate. REQUIRES: the update
   // is pinned.
   absl::StatusOr<v1::SlotLocation> LocationOf(const std::string& update_id,
                                               int32_t bucket) const;
@@ -283,10 +294,10 @@ class Store {
       const std::string& update_id, const std::vector<int32_t>& buckets,
       bool incoming = false);
 
-  // Memory of `bytes` for a flow of `model` through this node. Errors of
-  // Reserve.
-  absl::StatusOr<std::unique_ptr<StoreSlot>> TakeSlot(const std::string& model,
-                                                      int64_t bytes);
+  // Memory of `bytes` for a flow of `model` through this node; of the GPU
+  // `device`, where one is given. Errors of Reserve.
+  absl::StatusOr<std::unique_ptr<StoreSlot>> TakeSlot(
+      const std::string& model, int64_t bytes, const std::string& device = "");
 
   // Where `buckets` of a whole update lie, pinned for an apply, for who reaches
   // the memory of the GPUs `reachable`; FAILED_PRECONDITION (OUT_OF_REACH) of

@@ -165,11 +165,13 @@ void Store::LoseDevice(const std::string& device) {
       const Entry& entry = entries_.at(update_id);
       LOG(WARNING) << entry.Name() << " was in memory of " << device
                    << ", whose device agent has ended, and is lost here";
-      Deferred::Event event;
-      event.kind = Deferred::Event::Kind::kEvicted;
-      event.model = entry.model;
-      event.update_id = update_id;
-      deferred_.events.push_back(std::move(event));
+      if (entry.layout != nullptr) {
+        Deferred::Event event;
+        event.kind = Deferred::Event::Kind::kEvicted;
+        event.model = entry.model;
+        event.update_id = update_id;
+        deferred_.events.push_back(std::move(event));
+      }
       DropLocked(update_id);
     }
     ReapLostArenas();

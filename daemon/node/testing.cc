@@ -235,6 +235,11 @@ TestNode::TestNode(std::string name, Options options)
   transport::tcp::EndpointOptions endpoint;
   // Like a daemon at its first start, it learns its cluster later.
   endpoint.faults = options.faults;
+  if (!options.payload_device.empty()) {
+    endpoint.payload = gpus_.Channels();
+    endpoint.payload_device = options.payload_device;
+  }
+  endpoint.payload_optional = options.any_way;
   auto made = transport::tcp::Endpoint::Create(endpoint);
   CHECK(made.ok()) << made.status();
   endpoint_ = *std::move(made);
@@ -556,7 +561,7 @@ void TestSink::Take(int32_t bucket, const v1::SlotLocation& where) {
         }
         tasks.push_back(std::move(task));
       }
-      EXPECT_TRUE(node_->memory().Copy(tasks, {}, nullptr).ok());
+      EXPECT_TRUE(node_->gpus().Copy(tasks, {}, nullptr).ok());
     }
   }
 }

@@ -28,12 +28,15 @@ namespace e2e {
 
 inline constexpr char kModel[] = "on_gpu";
 
+// Of a test that wants a larger model.
+inline int64_t model_scale = 1;
+
 inline std::vector<client::Tensor> Parameters() {
   std::vector<client::Tensor> parameters(3);
   parameters[0].name = "embed.weight";
-  parameters[0].shape = {300, 64};
+  parameters[0].shape = {300 * model_scale, 64};
   parameters[1].name = "down.weight";
-  parameters[1].shape = {66, 128};
+  parameters[1].shape = {66 * model_scale, 128};
   parameters[2].name = "norm.weight";
   parameters[2].shape = {6};
   for (client::Tensor& parameter : parameters) parameter.dtype = v1::DTYPE_BF16;

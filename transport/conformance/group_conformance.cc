@@ -156,7 +156,7 @@ TEST_P(GroupConformance, AGroupMovesAgain) {
     // already.
     if (round == 3) {
       std::copy(a[0].bytes().begin(), a[0].bytes().end(), c[0].bytes().begin());
-      c[0].landing()->MarkAllReady();
+      EXPECT_TRUE(c[0].landing()->MarkAllReady().ok());
     }
     ASSERT_TRUE(groups[2]->Move(c.landings()).ok());
     ASSERT_TRUE(groups[1]->Move(b.landings()).ok());

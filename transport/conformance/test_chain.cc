@@ -66,7 +66,7 @@ void TestBucket::Fill(uint32_t seed) {
 
 void TestBucket::FillAndMark(uint32_t seed) {
   Fill(seed);
-  landing_->MarkAllReady();
+  EXPECT_TRUE(landing_->MarkAllReady().ok());
 }
 
 void TestBucket::Mark(uint32_t frame) {

@@ -617,6 +617,34 @@ absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
   return status;
 }
 
+absl::StatusOr<std::vector<Digest>> CudaMemory::DigestFrames(
+    const FrameDigestRequest& request) {
+  absl::Status status = core_->Use();
+  if (!status.ok()) return status;
+  std::vector<std::shared_ptr<const void>> owners;
+  bool host = false;
+  for (const PackPiece& piece : request.pieces) {
+    status = piece.copy.Validate();
+    if (status.ok()) status = PinSource(piece.copy, &owners, &host);
+    if (!status.ok()) return status;
+  }
+  if (host) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                     "frames of host memory are not for the GPU to digest");
+  }
+  LaunchTable table;
+  status = AddFrameDigests(request, &table);
+  if (!status.ok()) return status;
+  std::vector<Digest> digests(request.frames.size());
+  if (table.units.empty()) return digests;
+  std::vector<Digest> all;
+  status = Run(&table, true, nullptr, nullptr, &all, nullptr);
+  if (!status.ok()) return status;
+  for (size_t i = 0; i < digests.size(); ++i)
+    digests[i] = all[request.frames[i] - request.frames[0]];
+  return digests;
+}
+
 absl::Status CudaMemory::Pack(const PackRequest& request, PackResult* result) {
   return PackTo(request, nullptr, result);
 }

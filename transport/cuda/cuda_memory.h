@@ -74,6 +74,8 @@ class CudaMemory final : public Memory {
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
+  absl::StatusOr<std::vector<Digest>> DigestFrames(
+      const FrameDigestRequest& request) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
   absl::Status Write(absl::Span<const char> from, char* to) override;
 

@@ -88,6 +88,14 @@ DeviceCopy FromTask(const CopyTask& task) {
   return copy;
 }
 
+// A unit must not cross the end of a frame.
+int64_t UnitBytesOf(int64_t frame_bytes) {
+  int64_t unit_bytes = 64;
+  while (unit_bytes < kUnitBytes && frame_bytes % (unit_bytes * 2) == 0)
+    unit_bytes *= 2;
+  return unit_bytes;
+}
+
 absl::Status Add(DeviceCopy copy, LaunchTable* table) {
   if (copy.bytes == 0) return absl::OkStatus();
   ChooseVector(&copy);
@@ -198,11 +206,7 @@ absl::Status AddPack(const PackRequest& request, LaunchTable* table) {
   table->frame_bytes = request.frame_bytes;
   table->frames =
       (request.bucket_bytes + request.frame_bytes - 1) / request.frame_bytes;
-  // A unit must not cross the end of a frame.
-  table->unit_bytes = 64;
-  while (table->unit_bytes < kUnitBytes &&
-         request.frame_bytes % (table->unit_bytes * 2) == 0)
-    table->unit_bytes *= 2;
+  table->unit_bytes = UnitBytesOf(request.frame_bytes);
   int64_t end = 0;
   const auto fill = [&](int64_t to) -> absl::Status {
     DeviceCopy zeros = {};
@@ -229,6 +233,56 @@ absl::Status AddPack(const PackRequest& request, LaunchTable* table) {
     end = piece.offset + copy.bytes;
   }
   return fill(request.bucket_bytes);
+}
+
+absl::Status AddFrameDigests(const FrameDigestRequest& request,
+                             LaunchTable* table) {
+  const auto bad = [](absl::string_view what) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY", what);
+  };
+  const absl::Span<const uint32_t> frames = request.frames;
+  if (frames.empty()) return bad("no frames to digest");
+  if (request.frame_bytes <= 0 || request.frame_bytes % 64 != 0)
+    return bad(absl::StrCat("frames of ", request.frame_bytes, " bytes"));
+  for (size_t i = 1; i < frames.size(); ++i) {
+    if (frames[i] <= frames[i - 1]) return bad("frames that are not in order");
+  }
+  table->frame_bytes = request.frame_bytes;
+  table->frames = int64_t{frames.back()} - frames.front() + 1;
+  table->unit_bytes = UnitBytesOf(request.frame_bytes);
+  const int64_t units = request.frame_bytes / table->unit_bytes;
+  if (table->frames > std::numeric_limits<int32_t>::max() / units)
+    return bad("frames that are too far apart");
+  int64_t last = -1;
+  for (const PackPiece& piece : request.pieces) {
+    if (piece.copy.bytes() == 0) continue;
+    if (piece.copy.cast != CopyCast::kNone || piece.copy.dst != nullptr)
+      return bad("what is digested is not copied");
+    if (piece.offset < last) return bad("pieces that are not in order");
+    const int64_t end = piece.offset + piece.copy.bytes();
+    last = end;
+    DeviceCopy copy = FromTask(piece.copy);
+    // From the first frame on; what stands before it has no units.
+    copy.place = piece.offset - int64_t{frames.front()} * request.frame_bytes;
+    ChooseVector(&copy);
+    const int32_t index = static_cast<int32_t>(table->copies.size());
+    bool any = false;
+    for (const uint32_t frame : frames) {
+      const int64_t from =
+          std::max(piece.offset, int64_t{frame} * request.frame_bytes);
+      const int64_t to =
+          std::min(end, (int64_t{frame} + 1) * request.frame_bytes);
+      if (from >= to) continue;
+      any = true;
+      const int64_t shift = piece.offset - copy.place;
+      for (int64_t unit = (from - shift) / table->unit_bytes;
+           unit <= (to - 1 - shift) / table->unit_bytes; ++unit) {
+        table->units.push_back({index, static_cast<int32_t>(unit)});
+      }
+    }
+    if (any) table->copies.push_back(copy);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckPack(const PackRequest& request) {

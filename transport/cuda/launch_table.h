@@ -42,6 +42,11 @@ absl::Status AddTasks(absl::Span<const CopyTask> tasks, LaunchTable* table);
 // CheckPack(request) is OK.
 absl::Status AddPack(const PackRequest& request, LaunchTable* table);
 
+// Digests of the request's frames, in places of their own from that of the
+// first on. INVALID_ARGUMENT (BAD_COPY); REQUIRES: its copies are valid.
+absl::Status AddFrameDigests(const FrameDigestRequest& request,
+                             LaunchTable* table);
+
 // The scales shall lie at `floats`, scale_count of them, aligned to 16 bytes.
 void PlaceScales(float* floats, LaunchTable* table);
 

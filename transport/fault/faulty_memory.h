@@ -65,6 +65,10 @@ class FaultyMemory final : public Memory {
   std::string DeviceOf(const char* address) const override {
     return base_->DeviceOf(address);
   }
+  absl::StatusOr<std::vector<Digest>> DigestFrames(
+      const FrameDigestRequest& request) override {
+    return base_->DigestFrames(request);
+  }
   absl::Status Read(const char* from, absl::Span<char> to) override {
     return base_->Read(from, to);
   }

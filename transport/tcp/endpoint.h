@@ -51,6 +51,9 @@ struct EndpointOptions {
   // Where one end has it not, or cannot be met that way, the bytes go over the
   // connection, and the log says why.
   bool payload_optional = false;
+  // The GPU in whose memory `payload` takes and leaves bytes, by addresses that
+  // are names. Empty: host memory alone.
+  std::string payload_device;
 };
 
 // Takes the connections of one group's predecessor.

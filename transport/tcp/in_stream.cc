@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -36,6 +37,7 @@ void InStream::Join() {
 
 void InStream::Run() {
   last_sent_ = last_heard_ = NowNanos();
+  if (hop_->options().payload == nullptr) ReceivesOver(false);
   absl::Status status = Loop();
   while (!status.ok() && ReasonOf(status).empty() && channel_ != nullptr &&
          hop_->stop_mode() == StopMode::kRun) {
@@ -157,6 +159,12 @@ absl::Status InStream::FromChannel(const absl::Status& status) {
   return ChannelFailure(hop_->options(), status);
 }
 
+void InStream::ReceivesOver(bool channel) {
+  if (way_known_) return;
+  way_known_ = true;
+  hop_->ReceivesOver(channel);
+}
+
 absl::Status InStream::OnOffer(absl::string_view offer) {
   absl::Status status;
   PayloadChannel::Acceptance acceptance;
@@ -192,12 +200,15 @@ absl::Status InStream::OnOffer(absl::string_view offer) {
   if (status.ok() && !acceptance.agreed) return absl::OkStatus();
   if (!status.ok()) {
     // The sender has been told, and goes on over the connection.
-    return hop_->options().payload_optional
-               ? absl::OkStatus()
-               : ChannelFailure(hop_->options(), status);
+    if (!hop_->options().payload_optional)
+      return ChannelFailure(hop_->options(), status);
+    ReceivesOver(false);
+    return absl::OkStatus();
   }
-  return FromChannel(channel_->Connect(hop_->options().peer_deadline,
-                                       [this] { return Stopped(); }));
+  status = FromChannel(channel_->Connect(hop_->options().peer_deadline,
+                                         [this] { return Stopped(); }));
+  if (status.ok()) ReceivesOver(true);
+  return status;
 }
 
 absl::Status InStream::FetchFrames(const std::vector<FrameHeader>& frames,
@@ -207,8 +218,30 @@ absl::Status InStream::FetchFrames(const std::vector<FrameHeader>& frames,
   std::vector<absl::Span<char>> parts;
   for (size_t i = 0; i < frames.size(); ++i)
     parts.push_back(absl::MakeSpan(places[i], frames[i].length));
-  return FromChannel(channel_->Receive(parts, hop_->options().peer_deadline,
-                                       [this] { return Stopped(); }));
+  const absl::Status status =
+      FromChannel(channel_->Receive(parts, hop_->options().peer_deadline,
+                                    [this] { return Stopped(); }));
+  return status.ok() ? DigestOnDevices() : status;
+}
+
+absl::Status InStream::DigestOnDevices() {
+  std::map<Landing*, std::vector<size_t>> of_landing;
+  for (size_t i = 0; i < incoming_.size(); ++i) {
+    Landing* const landing = incoming_[i].landing.get();
+    if (landing != nullptr && landing->on_device())
+      of_landing[landing].push_back(i);
+  }
+  for (const auto& [landing, indices] : of_landing) {
+    std::vector<uint32_t> frames;
+    for (const size_t i : indices) frames.push_back(incoming_[i].header.frame);
+    const absl::StatusOr<std::vector<Digest>> digests =
+        landing->ComputeDigests(frames);
+    if (!digests.ok()) return FromChannel(digests.status());
+    for (size_t i = 0; i < indices.size(); ++i)
+      incoming_[indices[i]].digest = (*digests)[i];
+  }
+  last_heard_ = NowNanos();
+  return absl::OkStatus();
 }
 
 void InStream::Poll() {
@@ -230,12 +263,13 @@ absl::Status InStream::OnFrames(const Header& header,
                                 std::vector<char*>* places) {
   move_ = header.move;
   incoming_.clear();
+  if (channel_ == nullptr) ReceivesOver(false);
   for (const FrameHeader& frame : frames) {
     absl::StatusOr<std::shared_ptr<Landing>> landing = hop_->Find(move_, frame);
     if (!landing.ok()) return landing.status();
     if (*landing != nullptr && (*landing)->Claim(frame.frame)) {
       places->push_back((*landing)->frame(frame.frame).data());
-      incoming_.push_back({frame, *std::move(landing)});
+      incoming_.push_back({frame, *std::move(landing), absl::nullopt});
       continue;
     }
     if (frame.length > Landing::kFrameBytes) {
@@ -244,7 +278,7 @@ absl::Status InStream::OnFrames(const Header& header,
     // It is here already, or its move is over.
     scratch_.resize(Landing::kFrameBytes);
     places->push_back(&scratch_[0]);
-    incoming_.push_back({frame, nullptr});
+    incoming_.push_back({frame, nullptr, absl::nullopt});
   }
   return absl::OkStatus();
 }
@@ -254,7 +288,10 @@ absl::Status InStream::OnFrame(size_t index) {
   const std::shared_ptr<Landing> landing = std::move(incoming_[index].landing);
   incoming_[index].landing = nullptr;
   if (landing == nullptr) return absl::OkStatus();
-  if (landing->ComputeDigest(frame.frame) != frame.digest) {
+  const absl::optional<Digest>& by_gpu = incoming_[index].digest;
+  const Digest came =
+      by_gpu.has_value() ? *by_gpu : landing->ComputeDigest(frame.frame);
+  if (came != frame.digest) {
     landing->Unclaim(frame.frame);
     if (absl::Status status = hop_->Damaged(frame); !status.ok()) return status;
     Header nak;
@@ -279,6 +316,7 @@ absl::Status InStream::OnMessage(const Header& header,
   }
   if (header.type == MessageType::kPayloadOffer && channel_ == nullptr)
     return OnOffer(payload);
+  if (channel_ == nullptr && offered_ == nullptr) ReceivesOver(false);
   return hop_->OnMessage(header, payload);
 }
 

@@ -7,6 +7,8 @@
 #include <thread>
 #include <vector>
 
+#include "absl/types/optional.h"
+#include "transport/digest.h"
 #include "transport/landing.h"
 #include "transport/tcp/frame_reader.h"
 #include "transport/tcp/inbound.h"
@@ -38,6 +40,8 @@ class InStream : private MessageSink {
   bool Stopped() const;
   // What the channel said; less, when the peer had more to say (Run).
   absl::Status FromChannel(const absl::Status& status);
+  // Told once, by the sender's first word.
+  void ReceivesOver(bool channel);
   // Answers, and where they agree meets the sender's end of the payload
   // channel.
   absl::Status OnOffer(absl::string_view offer);
@@ -47,6 +51,8 @@ class InStream : private MessageSink {
                         const std::vector<FrameHeader>& frames,
                         std::vector<char*>* places) override;
   bool frames_elsewhere() const override { return channel_ != nullptr; }
+  // Has GPUs digest what was fetched into their memory.
+  absl::Status DigestOnDevices();
   absl::Status FetchFrames(const std::vector<FrameHeader>& frames,
                            const std::vector<char*>& places) override;
   absl::Status OnFrame(size_t index) override;
@@ -66,6 +72,7 @@ class InStream : private MessageSink {
   struct Incoming {
     FrameHeader header;
     std::shared_ptr<Landing> landing;  // null: not ours to fill
+    absl::optional<Digest> digest;     // by a GPU: of what came
   };
   uint64_t move_ = 0;  // of the frames being read
   std::vector<Incoming> incoming_;
@@ -73,6 +80,7 @@ class InStream : private MessageSink {
   std::string out_;
   size_t out_done_ = 0;
   bool peer_left_ = false;
+  bool way_known_ = false;
   int64_t last_sent_ = 0;
   int64_t last_heard_ = 0;
 };

@@ -46,6 +46,8 @@ class Inbound {
     // `own_edge` is false when the failure lies further up and the predecessor
     // only told of it.
     virtual void OnInboundFailed(const absl::Status& status, bool own_edge) = 0;
+    // Which way the bytes of frames come, once that is known.
+    virtual void OnReceivesOver(bool channel) = 0;
   };
 
   Inbound(HopOptions options, Observer* observer);
@@ -85,6 +87,7 @@ class Inbound {
   // OK: ask for it again.
   absl::Status Damaged(const FrameHeader& frame);
   void Received(int64_t bytes, int64_t frames);
+  void ReceivesOver(bool channel) { observer_->OnReceivesOver(channel); }
   absl::Status OnMessage(const Header& header, absl::string_view payload);
   void PeerLeft();
   void Fail(const absl::Status& status);

@@ -55,6 +55,12 @@ void OutStream::Run() {
   last_sent_ = last_heard_ = last_read_ = NowNanos();
   absl::Status status =
       hop_->options().payload != nullptr ? ConnectChannel() : absl::OkStatus();
+  if (status.ok() && hop_->stop_mode() == StopMode::kRun) {
+    if (talks_) hop_->SendsOver(channel_ != nullptr);
+    // The peer may wait to hear which way bytes come: its next word is the
+    // first that it hears, when there is no channel.
+    if (talks_ && channel_ == nullptr) last_sent_ = 0;
+  }
   if (status.ok()) status = Loop();
   if (!status.ok() && hop_->stop_mode() == StopMode::kRun) {
     // A peer that gives up says why before it closes; sending fails first.
@@ -299,7 +305,12 @@ absl::Status OutStream::AddFrame(const Outbound::FrameRef& ref, int64_t now) {
   frames_.push_back(header);
   if (fault.kind == FrameFault::Kind::kDamageHeader) damage_header_ = true;
   if (fault.kind == FrameFault::Kind::kDamagePayload) {
-    damaged_.emplace_back(payload.data(), payload.size());
+    if (ref.landing->on_device()) {
+      // What nobody here can read goes as something else altogether.
+      damaged_.emplace_back(payload.size(), '\x5a');
+    } else {
+      damaged_.emplace_back(payload.data(), payload.size());
+    }
     damaged_.back()[payload.size() / 2] ^= 1;
     if (channel_ != nullptr) {
       payload_.push_back(absl::MakeConstSpan(damaged_.back()));

@@ -349,8 +349,10 @@ absl::Status Outbound::Repair(const Header& header) {
   }
   // The blame is exact: either our own bytes changed after they were digested,
   // or the way damaged them.
-  if (landing->ComputeDigest(header.frame) !=
-      landing->frame_digest(header.frame)) {
+  const absl::StatusOr<std::vector<Digest>> now =
+      landing->ComputeDigests({header.frame});
+  if (!now.ok()) return ChannelFailure(options_, now.status());
+  if ((*now)[0] != landing->frame_digest(header.frame)) {
     return EdgeError(absl::StatusCode::kDataLoss, "HOLDER_DAMAGED",
                      options_.from, options_.to,
                      absl::StrCat("bucket ", header.bucket, " frame ",

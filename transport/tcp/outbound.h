@@ -48,6 +48,8 @@ class Outbound {
     virtual void OnPeerChain(uint64_t move, const absl::Status& status) = 0;
     virtual void OnGaveUp(const absl::Status& why) = 0;
     virtual void OnOutboundFailed(const absl::Status& status) = 0;
+    // Which way the bytes of frames go, once that is known.
+    virtual void OnSendsOver(bool channel) = 0;
   };
 
   Outbound(HopOptions options, Observer* observer);
@@ -86,6 +88,7 @@ class Outbound {
   // nothing, marks the stream as sleeping: whatever comes next wakes it.
   void Take(OutStream* stream, size_t limit, Work* work);
   void Sent(int64_t bytes, size_t frames);
+  void SendsOver(bool channel) { observer_->OnSendsOver(channel); }
   void GaveUp(const absl::Status& why);
   // `talks`: on the stream that carries what the peer says about moves.
   void PeerLeft(bool talks);

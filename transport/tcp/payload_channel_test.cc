@@ -205,7 +205,18 @@ TEST(PayloadChannelTest, NothingIsSentBeforeTheReceiverIsReady) {
       9, absl::MakeSpan(bytes),
       std::make_shared<RunDigestMap>(
           std::vector<PlacedRun>{{0, DigestRun{1, 0, kBytes / 2, 2}}}));
-  landing->MarkAllReady();
+  ASSERT_TRUE(landing->MarkAllReady().ok());
+  // Nobody has said that the channel reaches a GPU.
+  class Nobody final : public FrameDigester {
+    absl::StatusOr<std::vector<Digest>> DigestFrames(
+        absl::Span<const uint32_t>) const override {
+      return absl::InternalError("nobody asks");
+    }
+  };
+  EXPECT_EQ(*(*group)->PayloadDevice(absl::ZeroDuration()), "");
+  const auto on_gpu = std::make_shared<Landing>(9, absl::MakeSpan(bytes),
+                                                std::make_shared<Nobody>());
+  EXPECT_EQ(ReasonOf((*group)->Move({on_gpu})), "DEVICE_LANDING");
   ASSERT_TRUE((*group)->Move({landing}).ok());
 
   std::string payload;

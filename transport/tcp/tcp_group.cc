@@ -93,6 +93,31 @@ absl::Status TcpGroup::Join(absl::Duration timeout) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::string> TcpGroup::PayloadDevice(absl::Duration timeout) {
+  const std::string& device = endpoint_->options().payload_device;
+  if (endpoint_->options().payload == nullptr || device.empty())
+    return std::string();
+  absl::MutexLock lock(&mutex_);
+  auto known = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return WayKnown() || !abort_why_.ok() || !receive_status_.ok() ||
+           !send_status_.ok();
+  };
+  mutex_.AwaitWithTimeout(absl::Condition(&known), timeout);
+  if (!abort_why_.ok()) return abort_why_;
+  if (!receive_status_.ok()) return receive_status_;
+  if (!send_status_.ok()) return send_status_;
+  if (!WayKnown()) {
+    const HopOptions hop =
+        Hop(has_inbound() && !receives_over_channel_.has_value()
+                ? spec_.self - 1
+                : spec_.self);
+    return EdgeError(absl::StatusCode::kDeadlineExceeded, "JOIN_TIMEOUT",
+                     hop.from, hop.to,
+                     "the ends did not agree in time on the way that bytes go");
+  }
+  return AllOverChannel() ? device : std::string();
+}
+
 absl::Status TcpGroup::ConnectSuccessor(int64_t deadline_nanos) {
   Hello hello;
   hello.cluster_id = spec_.cluster_id;
@@ -134,6 +159,17 @@ absl::Status TcpGroup::Move(std::vector<std::shared_ptr<Landing>> landings) {
     if (move_.number != 0 && !(MoveEnded() && MoveResult().ok())) {
       return absl::FailedPreconditionError(
           "Move before the last move has ended well");
+    }
+    for (const auto& landing : landings) {
+      if (!landing->on_device() ||
+          (AllOverChannel() && !endpoint_->options().payload_device.empty())) {
+        continue;
+      }
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, "DEVICE_LANDING",
+          absl::StrCat("bucket ", landing->bucket_id(),
+                       " lies in memory of a GPU, which group ", spec_.group_id,
+                       " does not reach: land it in host memory"));
     }
   }
   ReleaseLandings();
@@ -301,6 +337,16 @@ void TcpGroup::OnInboundFailed(const absl::Status& status, bool own_edge) {
   LOG(WARNING) << "group " << spec_.group_id << ": " << status.message();
   if (has_outbound() && lacking) outbound_->GiveUp(status);
   if (own_edge && options_.on_edge_failed) options_.on_edge_failed(status);
+}
+
+void TcpGroup::OnReceivesOver(bool channel) {
+  absl::MutexLock lock(&mutex_);
+  if (!receives_over_channel_.has_value()) receives_over_channel_ = channel;
+}
+
+void TcpGroup::OnSendsOver(bool channel) {
+  absl::MutexLock lock(&mutex_);
+  if (!sends_over_channel_.has_value()) sends_over_channel_ = channel;
 }
 
 void TcpGroup::OnPeerComplete(uint64_t move) {

@@ -10,6 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/optional.h"
 #include "transport/group.h"
 #include "transport/tcp/endpoint.h"
 #include "transport/tcp/inbound.h"
@@ -33,6 +34,7 @@ class TcpGroup final : public Group,
   ~TcpGroup() override;
 
   absl::Status Join(absl::Duration timeout) override;
+  absl::StatusOr<std::string> PayloadDevice(absl::Duration timeout) override;
   absl::Status Move(std::vector<std::shared_ptr<Landing>> landings) override;
   absl::Status Wait(absl::Duration no_progress) override;
   void Abort(const absl::Status& why) override;
@@ -57,6 +59,14 @@ class TcpGroup final : public Group,
   bool has_outbound() const { return outbound_ != nullptr; }
   absl::Status ConnectSuccessor(int64_t deadline_nanos);
 
+  bool WayKnown() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return (!has_inbound() || receives_over_channel_.has_value()) &&
+           (!has_outbound() || sends_over_channel_.has_value());
+  }
+  bool AllOverChannel() const ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+    return WayKnown() && receives_over_channel_.value_or(true) &&
+           sends_over_channel_.value_or(true);
+  }
   bool MoveEnded() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   absl::Status MoveResult() const ABSL_SHARED_LOCKS_REQUIRED(mutex_);
   void Progressed();
@@ -74,12 +84,14 @@ class TcpGroup final : public Group,
   void OnReceivedSome() override { Progressed(); }
   void OnFilled(uint64_t move) override;
   void OnInboundFailed(const absl::Status& status, bool own_edge) override;
+  void OnReceivesOver(bool channel) override;
   // Outbound::Observer.
   void OnSentSome() override { Progressed(); }
   void OnPeerComplete(uint64_t move) override;
   void OnPeerChain(uint64_t move, const absl::Status& status) override;
   void OnGaveUp(const absl::Status& why) override;
   void OnOutboundFailed(const absl::Status& status) override;
+  void OnSendsOver(bool channel) override;
 
   // Constant after construction.
   Endpoint* const endpoint_;
@@ -94,6 +106,9 @@ class TcpGroup final : public Group,
   bool joining_ ABSL_GUARDED_BY(mutex_) = false;
   bool joined_ ABSL_GUARDED_BY(mutex_) = false;
   bool all_streams_ ABSL_GUARDED_BY(mutex_) = false;
+  // Whether frames come and go over the payload channel, once that is known.
+  absl::optional<bool> receives_over_channel_ ABSL_GUARDED_BY(mutex_);
+  absl::optional<bool> sends_over_channel_ ABSL_GUARDED_BY(mutex_);
   absl::Status abort_why_ ABSL_GUARDED_BY(mutex_);
   absl::Status receive_status_ ABSL_GUARDED_BY(mutex_);
   absl::Status send_status_ ABSL_GUARDED_BY(mutex_);

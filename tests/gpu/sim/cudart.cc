@@ -153,6 +153,12 @@ cudaError_t Copies(std::vector<CopyItem> items, cudaMemcpyKind kind,
     if (!item.src_device && (host_waits || !IsPinned(src, item.bytes)))
       wait = true;
   }
+  for (const CopyItem& item : items) {
+    if (item.dst_device == item.src_device) continue;
+    // Only ever noted.
+    Planted(item.dst_device ? "hostToDevice" : "deviceToHost",
+            std::to_string(item.bytes));
+  }
   if (stall) {
     context->submitted[slot] =
         context->Call(Op::kStall, {static_cast<uint64_t>(slot)}).arg[0];

@@ -118,8 +118,13 @@ class AgentChannel final : public tcp::PayloadChannel {
             0, static_cast<size_t>(buffer_bytes() - bytes % buffer_bytes()));
         part.remove_prefix(head.size());
         const int64_t size = static_cast<int64_t>(head.size());
+        const absl::StatusOr<absl::optional<AgentPart>> found =
+            channels_->Find(head.data(), size, epoch_);
+        if (!found.ok()) return found.status();
         AgentPart placed;
-        if (!channels_->Find(head.data(), size, epoch_, &placed)) {
+        if (found->has_value()) {
+          placed = **found;
+        } else {
           absl::Status status = MakeBuffer();
           if (!status.ok()) return status;
           placed.place = {AgentPlace::Kind::kHost, buffer_host_, in_buffer};
@@ -206,18 +211,28 @@ void AgentChannels::NoteFailure(const absl::Status& status) {
   failure_ = status;
 }
 
-bool AgentChannels::Find(const char* data, int64_t bytes, uint64_t epoch,
-                         AgentPart* part) const {
+absl::StatusOr<absl::optional<AgentPart>> AgentChannels::Find(
+    const char* data, int64_t bytes, uint64_t epoch) const {
+  AgentPart part;
+  part.bytes = bytes;
+  if (memory_ != nullptr) {
+    const absl::StatusOr<absl::optional<AgentPlace>> place =
+        memory_->PlaceForChannel(agent_, epoch, data, bytes);
+    if (!place.ok()) return place.status();
+    if (place->has_value()) {
+      part.place = **place;
+      return absl::optional<AgentPart>(part);
+    }
+  }
   absl::MutexLock lock(&mutex_);
   auto at = ranges_.upper_bound(data);
-  if (at == ranges_.begin()) return false;
+  if (at == ranges_.begin()) return absl::optional<AgentPart>();
   --at;
   const int64_t offset = data - at->first;
   if (at->second.epoch != epoch || offset + bytes > at->second.bytes)
-    return false;
-  part->place = {AgentPlace::Kind::kHost, at->second.host, offset};
-  part->bytes = bytes;
-  return true;
+    return absl::optional<AgentPart>();
+  part.place = {AgentPlace::Kind::kHost, at->second.host, offset};
+  return absl::optional<AgentPart>(part);
 }
 
 tcp::PayloadChannelFactory AgentChannels::Factory() {

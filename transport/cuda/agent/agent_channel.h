@@ -13,6 +13,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
+#include "transport/cuda/agent/agent_memory.h"
 #include "transport/cuda/agent/device_agent.h"
 #include "transport/tcp/payload_channel.h"
 
@@ -22,19 +24,24 @@ namespace cuda {
 
 // Makes the payload channels of an Endpoint out of a device agent's. The
 // connections of the chain, and so who is there, which frames come and what
-// became of them, stay in the daemon; the agent moves bytes between host memory
-// and its peers' GPUs. An agent that dies is a lost edge.
+// became of them, stay in the daemon; the agent moves bytes between its GPU's
+// memory, or the host's, and its peers' GPUs. An agent that dies is a lost edge.
 //
-// Memory that the agent has mapped (AddMemory) goes straight; any other is
-// copied through a buffer that both have. Thread-safe; outlives its channels.
+// Memory that the agent has goes straight: segments of its GPU (`memory`), and
+// what it has mapped (AddMemory). Any other is copied through a buffer that both
+// have. Thread-safe; outlives its channels.
 class AgentChannels {
  public:
-  // `agent` outlives this. `staging_bytes`: as in the agent's configuration.
+  // `agent`, and `memory` where there is one, outlive this. `staging_bytes`: as in the agent's configuration.
   // After a channel that did not connect there is none for `rest`, for those
   // who have another way: what cannot be is not tried at each update.
   AgentChannels(DeviceAgent* agent, int64_t staging_bytes,
-                absl::Duration rest = absl::ZeroDuration())
-      : agent_(agent), staging_bytes_(staging_bytes), rest_(rest) {}
+                absl::Duration rest = absl::ZeroDuration(),
+                const AgentMemory* memory = nullptr)
+      : agent_(agent),
+        staging_bytes_(staging_bytes),
+        rest_(rest),
+        memory_(memory) {}
 
   // [data, data + bytes) is host memory `host` of the agent's epoch.
   void AddMemory(const char* data, int64_t bytes, uint64_t epoch,
@@ -52,13 +59,16 @@ class AgentChannels {
   // UNAVAILABLE (CHANNEL_RESTS), with what the last one failed of.
   absl::Status CheckRested() const;
   void NoteFailure(const absl::Status& status);
-  // False when it is not mapped by the agent of this epoch.
-  bool Find(const char* data, int64_t bytes, uint64_t epoch,
-            AgentPart* part) const;
+  // Nothing: the agent of this epoch does not have it. The errors of
+  // AgentMemory::PlaceForChannel.
+  absl::StatusOr<absl::optional<AgentPart>> Find(const char* data,
+                                                 int64_t bytes,
+                                                 uint64_t epoch) const;
 
   DeviceAgent* const agent_;
   const int64_t staging_bytes_;
   const absl::Duration rest_;
+  const AgentMemory* const memory_;
   mutable absl::Mutex mutex_;
   absl::Time failed_at_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);

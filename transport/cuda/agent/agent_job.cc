@@ -33,6 +33,8 @@ std::string AgentPack::Encode() const {
     out.Put(blocks.first_row).Put(blocks.first_column);
     out.Put(blocks.matrix_columns);
   }
+  out.Put(static_cast<uint64_t>(frames.size()));
+  for (const uint32_t frame : frames) out.Put(frame);
   return out.bytes();
 }
 
@@ -72,6 +74,9 @@ absl::StatusOr<AgentPack> AgentPack::Decode(absl::string_view bytes) {
     }
     pack.pieces.push_back(std::move(piece));
   }
+  const uint64_t frames = in.Get<uint64_t>();
+  for (uint64_t i = 0; i < frames && in.ok(); ++i)
+    pack.frames.push_back(in.Get<uint32_t>());
   if (!in.done()) return Malformed();
   return pack;
 }

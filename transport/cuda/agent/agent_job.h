@@ -55,6 +55,9 @@ struct AgentPack {
   bool to_host = false;
   AgentPlace host;
   std::vector<AgentPiece> pieces;  // by offset; of a kDigest: only to be read
+  // Of a kDigest: those of which each has a digest of its own. None: all pieces
+  // together have one.
+  std::vector<uint32_t> frames;
 
   std::string Encode() const;
   static absl::StatusOr<AgentPack> Decode(absl::string_view bytes);
@@ -65,7 +68,7 @@ struct AgentCopy {
   int64_t bytes = 0;
 };
 
-// Bytes of a part of what a channel moves, in host memory.
+// Bytes of a part of what a channel moves: host memory, or the store's.
 struct AgentPart {
   AgentPlace place;
   int64_t bytes = 0;

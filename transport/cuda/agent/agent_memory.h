@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/optional.h"
 #include "transport/cuda/agent/device_agents.h"
 #include "transport/cuda/handle.h"
 #include "transport/memory.h"
@@ -98,10 +99,20 @@ class AgentMemory final : public Memory {
   // (OTHER_DEVICE): what is packed lies elsewhere.
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
+  absl::StatusOr<std::vector<Digest>> DigestFrames(
+      const FrameDigestRequest& request) override;
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
   // Not into GPU memory: INVALID_ARGUMENT (BAD_COPY).
   absl::Status Write(absl::Span<const char> from, char* to) override;
+
+  // What is at `address` in a GPU's segment is called so by `agent`, of this
+  // epoch, for channels of it. Nothing: no segment of a GPU is there.
+  // UNAVAILABLE (DEVICE_STORE_LOST): of an agent that has ended; FAILED_
+  // PRECONDITION (OTHER_DEVICE): of another GPU.
+  absl::StatusOr<absl::optional<AgentPlace>> PlaceForChannel(
+      const DeviceAgent* agent, uint64_t epoch, const char* address,
+      int64_t bytes) const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   class ArenaSegment;

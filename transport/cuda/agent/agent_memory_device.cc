@@ -225,6 +225,63 @@ absl::Status AgentMemory::CopyOnDevice(absl::Span<const CopyTask* const> tasks,
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::vector<Digest>> AgentMemory::DigestFrames(
+    const FrameDigestRequest& request) {
+  AgentPack pack;
+  pack.frame_bytes = request.frame_bytes;
+  pack.frames.assign(request.frames.begin(), request.frames.end());
+  DeviceInfo device;
+  for (const PackPiece& piece : request.pieces) {
+    if (piece.copy.bytes() == 0) continue;
+    absl::Status status = piece.copy.Validate();
+    if (!status.ok()) return status;
+    int64_t offset = 0;
+    const DeviceInfo here = FindDevice(piece.copy.src, &offset);
+    if (here.gpu == nullptr ||
+        (device.gpu != nullptr && (here.gpu != device.gpu ||
+                                   here.epoch != device.epoch)))
+      return BadCopy("frames of a bucket lie in one GPU's segments");
+    device = here;
+    const absl::StatusOr<AgentPlace> place =
+        DevicePlaceOf(here, offset, piece.copy.src_extent());
+    if (!place.ok()) return place.status();
+    AgentPiece named;
+    named.offset = piece.offset;
+    named.source = *place;
+    named.copy = piece.copy;
+    pack.pieces.push_back(std::move(named));
+  }
+  // Padding adds nothing.
+  if (device.gpu == nullptr) return std::vector<Digest>(pack.frames.size());
+  absl::StatusOr<std::vector<Digest>> digests =
+      device.gpu->agent->DigestFrames(device.epoch, pack, options_.timeout);
+  if (!digests.ok()) device.gpu->agent->AwaitEnd(device.epoch, digests.status());
+  return digests;
+}
+
+absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::PlaceForChannel(
+    const DeviceAgent* agent, uint64_t epoch, const char* address,
+    int64_t bytes) const {
+  int64_t offset = 0;
+  const DeviceInfo device = FindDevice(address, &offset);
+  if (device.gpu == nullptr) return absl::optional<AgentPlace>();
+  if (device.gpu->agent != agent) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+                     absl::StrCat("bytes of ", device.gpu->uuid,
+                                  " do not go over a channel of ",
+                                  agent->device_uuid()));
+  }
+  if (device.epoch != epoch) {
+    return MakeError(
+        absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
+        absl::StrCat("the channel is not of the device agent of ",
+                     device.gpu->uuid, " that has the bytes"));
+  }
+  const absl::StatusOr<AgentPlace> place = DevicePlaceOf(device, offset, bytes);
+  if (!place.ok()) return place.status();
+  return absl::optional<AgentPlace>(*place);
+}
+
 absl::Status AgentMemory::Read(const char* from, absl::Span<char> to) {
   int64_t offset = 0;
   const DeviceInfo device = FindDevice(from, &offset);

@@ -379,6 +379,46 @@ TEST_F(AgentMemoryTest, ASegmentOfAGpuIsPackedReadAndEndsWithItsAgent) {
   ASSERT_TRUE(host_->Pack(request, &want).ok());
   EXPECT_EQ(got.frames, want.frames);
 
+  // Some of its frames, where they lie: at the ends of pieces, in their middle,
+  // and where there is none.
+  std::vector<PackPiece> lying = pieces;
+  for (PackPiece& piece : lying) piece.copy.src = bucket + piece.offset;
+  for (const std::vector<uint32_t>& frames :
+       {std::vector<uint32_t>{0, 1, 2, 3}, {6}, {3, 6, 9, 15, 16}, {9}, {16}}) {
+    FrameDigestRequest asked;
+    asked.pieces = lying;
+    asked.frames = frames;
+    const auto digests = memory_->DigestFrames(asked);
+    ASSERT_TRUE(digests.ok()) << digests.status();
+    ASSERT_EQ(digests->size(), frames.size());
+    for (size_t i = 0; i < frames.size(); ++i)
+      EXPECT_EQ((*digests)[i], want.frames[frames[i]]) << frames[i];
+  }
+  const std::vector<uint32_t> twice = {2, 2};
+  FrameDigestRequest wrong;
+  wrong.pieces = lying;
+  wrong.frames = twice;
+  EXPECT_EQ(ReasonOf(memory_->DigestFrames(wrong).status()), "BAD_COPY");
+  wrong.pieces = pieces;
+  EXPECT_EQ(ReasonOf(memory_->DigestFrames(wrong).status()), "BAD_COPY")
+      << "of host memory";
+
+  // What channels call it.
+  const absl::StatusOr<DeviceAgent*> agent = agents_->Get(uuid);
+  ASSERT_TRUE(agent.ok());
+  auto place = memory_->PlaceForChannel(*agent, 1, bucket, 100);
+  ASSERT_TRUE(place.ok() && place->has_value()) << place.status();
+  EXPECT_EQ((*place)->kind, AgentPlace::Kind::kStore);
+  EXPECT_EQ((*place)->offset, 8192);
+  place = memory_->PlaceForChannel(*agent, 1, arena->data(), 100);
+  EXPECT_TRUE(place.ok() && !place->has_value());
+  EXPECT_EQ(
+      ReasonOf(memory_->PlaceForChannel(*agent, 2, bucket, 100).status()),
+      "DEVICE_STORE_LOST");
+  EXPECT_EQ(
+      ReasonOf(memory_->PlaceForChannel(*agent, 1, bucket, 1 << 30).status()),
+      "BAD_COPY");
+
   // Down to the host, up to another place, and digested there.
   CopyTask down;
   down.src = bucket;
@@ -482,6 +522,15 @@ TEST_F(AgentMemoryTest, ASegmentOfAGpuIsPackedReadAndEndsWithItsAgent) {
   down.run_bytes = 1000;
   down.src = (*store)->data();
   EXPECT_EQ(ReasonOf(memory_->Copy({down}, CopyOptions(), nullptr)),
+            "DEVICE_STORE_LOST");
+  for (PackPiece& piece : lying)
+    piece.copy.src = (*store)->data() + piece.offset;
+  lying.resize(1);
+  const std::vector<uint32_t> first = {0};
+  FrameDigestRequest gone;
+  gone.pieces = lying;
+  gone.frames = first;
+  EXPECT_EQ(ReasonOf(memory_->DigestFrames(gone).status()),
             "DEVICE_STORE_LOST");
   // Its generations are still there to be moved on.
   const uint64_t before = (*store)->Generation(1);

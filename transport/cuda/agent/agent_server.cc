@@ -229,9 +229,6 @@ class AgentServer {
       case AgentMessage::kCopy:
         status = Copy(&in);
         break;
-      case AgentMessage::kExportSlot:
-        status = ExportSlot(&in, &out);
-        break;
       case AgentMessage::kMakeStore:
         status = MakeStore(&in, &out);
         break;
@@ -269,15 +266,6 @@ class AgentServer {
         gone = std::move(at->second);
         channels_.erase(at);
         if (in.Get<bool>()) gone->end->Finish();
-        break;
-      }
-      case AgentMessage::kAdvanceSlot: {
-        const uint64_t slot = in.Get<uint64_t>();
-        if (slot >= slots_.size()) {
-          status = BadJob("a slot that is not there");
-        } else {
-          out.Put(slots_[slot]->AdvanceGeneration(0));
-        }
         break;
       }
       default:
@@ -323,8 +311,6 @@ class AgentServer {
     for (int i = 0; i < config->slots; ++i) {
       AllocateOptions slot;
       slot.name = absl::StrCat("slot ", i, " of ", config->slots);
-      slot.generation_slots = 1;
-      slot.others_read_only = true;
       absl::StatusOr<std::unique_ptr<Segment>> segment =
           (*memory)->Allocate(config->slot_bytes, slot);
       if (!segment.ok()) return segment.status();
@@ -476,6 +462,7 @@ class AgentServer {
     const absl::StatusOr<AgentPack> job = AgentPack::Decode(payload);
     if (!job.ok()) return job.status();
     std::vector<std::shared_ptr<const void>> keep;
+    if (!job->frames.empty()) return DigestFrames(*job, out);
     std::vector<CopyTask> tasks;
     for (AgentPiece piece : job->pieces) {
       const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
@@ -488,6 +475,29 @@ class AgentServer {
     const absl::Status status = memory_->Copy(tasks, CopyOptions(), &digest);
     if (status.ok()) out->Put(digest);
     return status;
+  }
+
+  absl::Status DigestFrames(const AgentPack& job, AgentWriter* out) {
+    std::vector<std::shared_ptr<const void>> keep;
+    std::vector<PackPiece> pieces;
+    for (AgentPiece piece : job.pieces) {
+      const absl::StatusOr<char*> source = Resolve(piece.source, 0, &keep);
+      if (!source.ok()) return source.status();
+      piece.PlaceAt(*source);
+      PackPiece placed;
+      placed.offset = piece.offset;
+      placed.copy = std::move(piece.copy);
+      pieces.push_back(std::move(placed));
+    }
+    FrameDigestRequest request;
+    request.pieces = pieces;
+    request.frame_bytes = job.frame_bytes;
+    request.frames = job.frames;
+    const absl::StatusOr<std::vector<Digest>> digests =
+        memory_->DigestFrames(request);
+    if (!digests.ok()) return digests.status();
+    for (const Digest& digest : *digests) out->Put(digest);
+    return absl::OkStatus();
   }
 
   absl::Status ReadBytes(AgentReader* in, AgentWriter* out) {
@@ -621,8 +631,9 @@ class AgentServer {
     std::vector<absl::Span<const char>> read_parts;
     for (uint64_t i = 0; i < count && in->ok(); ++i) {
       const AgentPart part = in->Get<AgentPart>();
-      if (part.place.kind != AgentPlace::Kind::kHost)
-        return BadJob("a channel moves host memory");
+      if (part.place.kind != AgentPlace::Kind::kHost &&
+          part.place.kind != AgentPlace::Kind::kStore)
+        return BadJob("a channel moves host memory and the store's");
       const absl::StatusOr<char*> data = Resolve(part.place, part.bytes, &keep);
       if (!data.ok()) return data.status();
       parts.push_back(absl::MakeSpan(*data, static_cast<size_t>(part.bytes)));
@@ -630,21 +641,6 @@ class AgentServer {
     }
     return send ? channel->end->Send(read_parts, timeout, stopped)
                 : channel->end->Receive(parts, timeout, stopped);
-  }
-
-  absl::Status ExportSlot(AgentReader* in, AgentWriter* out) {
-    const uint64_t slot = in->Get<uint64_t>();
-    const int64_t pid = in->Get<int64_t>();
-    if (slot >= slots_.size()) return BadJob("a slot that is not there");
-    ExportOptions options;
-    options.read_only = true;
-    if (pid > 0) options.pid = static_cast<pid_t>(pid);
-    const absl::StatusOr<MemoryTicket> ticket =
-        memory_->Export(*slots_[slot], options);
-    if (!ticket.ok()) return ticket.status();
-    out->Put(ticket->bytes).PutString(ticket->address);
-    out->PutString(ticket->token);
-    return absl::OkStatus();
   }
 
   const int socket_;

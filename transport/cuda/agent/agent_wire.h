@@ -33,8 +33,6 @@ enum class AgentMessage : uint32_t {
   kUnmapHost,
   kPack,
   kCopy,
-  kExportSlot,
-  kAdvanceSlot,
   kMakeStore,  // memory of the GPU that lasts
   kFreeStore,
   kDigest,

@@ -494,6 +494,22 @@ absl::StatusOr<Digest> DeviceAgent::DigestOf(uint64_t epoch,
   return AgentReader(*answer).Get<Digest>();
 }
 
+absl::StatusOr<std::vector<Digest>> DeviceAgent::DigestFrames(
+    uint64_t epoch, const AgentPack& pack, absl::Duration deadline) {
+  const absl::StatusOr<std::string> answer =
+      Ask(epoch, AgentMessage::kDigest, pack.Encode(), -1, deadline);
+  if (!answer.ok()) return answer.status();
+  AgentReader in(*answer);
+  std::vector<Digest> digests;
+  for (size_t i = 0; i < pack.frames.size(); ++i)
+    digests.push_back(in.Get<Digest>());
+  if (!in.done()) {
+    return MakeError(absl::StatusCode::kInternal, "BAD_JOB",
+                     "the device agent has digested other frames");
+  }
+  return digests;
+}
+
 absl::StatusOr<std::string> DeviceAgent::ReadBytes(uint64_t epoch,
                                                    const AgentPlace& from,
                                                    int64_t bytes,
@@ -531,33 +547,6 @@ absl::Status DeviceAgent::FreeStore(uint64_t epoch, uint64_t id,
   return Ask(epoch, AgentMessage::kFreeStore, AgentWriter().Put(id).bytes(), -1,
              deadline)
       .status();
-}
-
-absl::StatusOr<MemoryTicket> DeviceAgent::ExportSlot(uint64_t epoch,
-                                                     uint64_t slot, pid_t pid,
-                                                     absl::Duration deadline) {
-  const absl::StatusOr<std::string> answer =
-      Ask(epoch, AgentMessage::kExportSlot,
-          AgentWriter().Put(slot).Put(static_cast<int64_t>(pid)).bytes(), -1,
-          deadline);
-  if (!answer.ok()) return answer.status();
-  AgentReader in(*answer);
-  MemoryTicket ticket;
-  ticket.kind = MemoryKind::kCuda;
-  ticket.read_only = true;
-  ticket.bytes = in.Get<int64_t>();
-  ticket.address = in.GetString();
-  ticket.token = in.GetString();
-  return ticket;
-}
-
-absl::StatusOr<uint64_t> DeviceAgent::AdvanceSlot(uint64_t epoch, uint64_t slot,
-                                                  absl::Duration deadline) {
-  const absl::StatusOr<std::string> answer =
-      Ask(epoch, AgentMessage::kAdvanceSlot, AgentWriter().Put(slot).bytes(),
-          -1, deadline);
-  if (!answer.ok()) return answer.status();
-  return AgentReader(*answer).Get<uint64_t>();
 }
 
 absl::StatusOr<uint64_t> DeviceAgent::NewChannel(uint64_t epoch,

@@ -118,6 +118,10 @@ class DeviceAgent {
   // Of all pieces, which are read and go nowhere.
   absl::StatusOr<Digest> DigestOf(uint64_t epoch, const AgentPack& pack,
                                   absl::Duration deadline);
+  // Of those of its frames that it names, one for each.
+  absl::StatusOr<std::vector<Digest>> DigestFrames(uint64_t epoch,
+                                                   const AgentPack& pack,
+                                                   absl::Duration deadline);
   // At most kMaxReadBytes.
   static constexpr int64_t kMaxReadBytes = 1 << 20;
   absl::StatusOr<std::string> ReadBytes(uint64_t epoch, const AgentPlace& from,
@@ -137,11 +141,6 @@ class DeviceAgent {
                                       absl::Duration deadline);
   // It is given back when nobody has it open any more.
   absl::Status FreeStore(uint64_t epoch, uint64_t id, absl::Duration deadline);
-  // For a worker, to import and read; `pid` 0: whoever has the ticket.
-  absl::StatusOr<MemoryTicket> ExportSlot(uint64_t epoch, uint64_t slot,
-                                          pid_t pid, absl::Duration deadline);
-  absl::StatusOr<uint64_t> AdvanceSlot(uint64_t epoch, uint64_t slot,
-                                       absl::Duration deadline);
 
   // ---- Ends of edges over NCCL (agent_channel.h) ----
 

@@ -229,30 +229,6 @@ TEST_F(DeviceAgentTest, PacksATrainersTensorsIntoTheStore) {
             "BAD_JOB");
 }
 
-TEST_F(DeviceAgentTest, AWorkerPullsFromASlot) {
-  Trainer trainer;
-  const std::unique_ptr<DeviceAgent> agent = Start(SmallOptions());
-  const auto import = agent->Open(1, trainer.handle(), false, kDeadline);
-  ASSERT_TRUE(agent->Pack(1, WholePack(*import), nullptr, kDeadline).ok());
-  EXPECT_EQ(*agent->AdvanceSlot(1, 0, kDeadline), 1u);
-  const absl::StatusOr<MemoryTicket> ticket =
-      agent->ExportSlot(1, 0, getpid(), kDeadline);
-  ASSERT_TRUE(ticket.ok()) << ticket.status();
-  TestProcess worker;
-  auto slot = worker->Import(*ticket, kDeadline);
-  ASSERT_TRUE(slot.ok()) << slot.status();
-  const std::unique_ptr<Segment> live = worker.Allocate(Trainer::kBytes);
-  CopyTask task;
-  task.src = (*slot)->data();
-  task.dst = live->data();
-  task.run_bytes = Trainer::kBytes;
-  EXPECT_TRUE(GuardedApply(worker.get(), **slot, 0, 1, {task}).ok());
-  EXPECT_TRUE(worker.Read(live->data(), Trainer::kBytes) ==
-              RandomBytes(Trainer::kBytes, 5));
-  EXPECT_EQ(ReasonOf(GuardedApply(worker.get(), **slot, 0, 2, {task})),
-            "SLOT_REUSED");
-}
-
 TEST_F(DeviceAgentTest, BadInputIsRefusedAndTheAgentGoesOn) {
   Trainer trainer;
   const std::unique_ptr<DeviceAgent> agent = Start(SmallOptions());
