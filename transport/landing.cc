@@ -130,7 +130,8 @@ absl::Status Landing::MarkReadyAsTheyAre(absl::Span<const uint32_t> frames) {
   if (frames.empty()) return absl::OkStatus();
   const absl::StatusOr<std::vector<Digest>> digests = ComputeDigests(frames);
   if (!digests.ok()) return digests.status();
-  for (size_t i = 0; i < frames.size(); ++i) MarkReady(frames[i], (*digests)[i]);
+  for (size_t i = 0; i < frames.size(); ++i)
+    MarkReady(frames[i], (*digests)[i]);
   return absl::OkStatus();
 }
 

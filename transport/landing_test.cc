@@ -175,8 +175,8 @@ TEST_F(LandingTest, FramesOfAGpuAreDigestedThere) {
   ASSERT_TRUE(landing.MarkAllReady().ok());
   EXPECT_TRUE(landing.complete());
   EXPECT_EQ(gpu->asked,
-            (std::vector<size_t>{Landing::kDigestFrames, kFrames - 1 -
-                                                            Landing::kDigestFrames}));
+            (std::vector<size_t>{Landing::kDigestFrames,
+                                 kFrames - 1 - Landing::kDigestFrames}));
   EXPECT_TRUE(landing.frame_digest(299) == Gpu::DigestOf(299));
 }
 

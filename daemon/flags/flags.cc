@@ -63,8 +63,9 @@ DEFINE_string(data_port_range, "",
 DEFINE_string(
     group, "tcp",
     "What the bytes between nodes go over: tcp, or nccl (from GPU to GPU, by a "
-    "child process that has the GPU; the store stays in host memory), or auto: "
-    "NCCL between nodes that can, TCP between others, and the log says which "
+    "child process that has the GPU; from and to host memory, or, with "
+    "--store=device, memory of the GPUs), or auto: NCCL between nodes that "
+    "can, TCP between others, and the log says which "
     "and why. The same on all nodes.");
 DEFINE_string(
     memory, "host",

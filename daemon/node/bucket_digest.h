@@ -22,8 +22,8 @@ namespace daemon {
 // By the catalog's ordinal.
 using TensorDigests = std::map<uint32_t, transport::Digest>;
 
-// Reads a piece of a bucket that begins at `bucket`, and writes nothing: for its
-// digest.
+// Reads a piece of a bucket that begins at `bucket`, and writes nothing: for
+// its digest.
 transport::CopyTask ReadPiece(const NodeLayout& layout,
                               const schedule::Piece& piece, const char* bucket);
 

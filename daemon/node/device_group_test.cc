@@ -223,6 +223,7 @@ TEST_F(DeviceGroupTest, WhereAnEdgeGoesOverTcpItsEndsGoByTheHost) {
   on_a.any_way = on_b.any_way = true;
   TestNode::Options on_c;
   on_c.device_budget_bytes = 64 << 20;
+  on_c.any_way = true;
   TestNode a("a", on_a), b("b", on_b), c("c", on_c);
   Place(&b, "gpu-1");
   Place(&c, "gpu-2");
@@ -240,8 +241,8 @@ TEST_F(DeviceGroupTest, WhereAnEdgeGoesOverTcpItsEndsGoByTheHost) {
   }
 }
 
-// b vanishes in the middle; what c has on its GPU stays, and the rest comes from
-// a, over TCP or over a channel.
+// b vanishes in the middle; what c has on its GPU stays, and the rest comes
+// from a, over TCP or over a channel.
 TEST_F(DeviceGroupTest, AfterALostMemberTheRestComesAnotherWay) {
   for (const bool over_tcp : {false, true}) {
     FaultRules faults({Parse("kind=cut edge=b->c after=9")});

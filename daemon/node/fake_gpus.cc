@@ -316,16 +316,17 @@ class FakeGpus::Channel final : public transport::tcp::PayloadChannel {
 };
 
 transport::tcp::PayloadChannelFactory FakeGpus::Channels() {
-  return [this](const std::string&)
-             -> absl::StatusOr<
-                 std::unique_ptr<transport::tcp::PayloadChannel>> {
-    absl::MutexLock lock(&mutex_);
-    if (refuse_channels_) {
-      return MakeError(absl::StatusCode::kUnavailable, "CHANNEL_RESTS",
-                       "no channel can be made");
-    }
-    return std::unique_ptr<transport::tcp::PayloadChannel>(new Channel(this));
-  };
+  return
+      [this](const std::string&)
+          -> absl::StatusOr<std::unique_ptr<transport::tcp::PayloadChannel>> {
+        absl::MutexLock lock(&mutex_);
+        if (refuse_channels_) {
+          return MakeError(absl::StatusCode::kUnavailable, "CHANNEL_RESTS",
+                           "no channel can be made");
+        }
+        return std::unique_ptr<transport::tcp::PayloadChannel>(
+            new Channel(this));
+      };
 }
 
 void FakeGpus::RefuseChannels() {

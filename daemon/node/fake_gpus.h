@@ -43,8 +43,8 @@ class FakeGpus final : public transport::Memory {
   void RefuseChannels();
   // A bit flips in every 4 KiB of what it has.
   void DamageSegments(const std::string& device);
-  // Bytes that were copied between a GPU and host memory, or went over a channel
-  // from or to host memory.
+  // Bytes that were copied between a GPU and host memory, or went over a
+  // channel from or to host memory.
   int64_t crossed_bytes() const;
   // Bytes of its segments.
   int64_t device_bytes(const std::string& device) const;

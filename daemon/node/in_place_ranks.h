@@ -20,22 +20,22 @@ namespace daemon {
 namespace testing {
 
 // Expects that worker w of the layout has exactly the model's bytes.
-inline void ExpectBytes(const v1::DefineLayout& define, const ModelBytes& model, int w,
-                 const std::vector<std::string>& live) {
+inline void ExpectBytes(const v1::DefineLayout& define, const ModelBytes& model,
+                        int w, const std::vector<std::string>& live) {
   const v1::LayoutWorker& worker = define.workers(w);
   ASSERT_EQ(static_cast<int>(live.size()), worker.boxes_size());
   for (int i = 0; i < worker.boxes_size(); ++i) {
     const int ordinal = worker.boxes(i).ordinal();
     const v1::Parameter& parameter = define.catalog(ordinal);
-    EXPECT_TRUE(live[static_cast<size_t>(i)] ==
-                BoxBytes(parameter, model.tensor(ordinal),
-                                  worker.boxes(i).box()))
+    EXPECT_TRUE(live[static_cast<size_t>(i)] == BoxBytes(parameter,
+                                                         model.tensor(ordinal),
+                                                         worker.boxes(i).box()))
         << parameter.name() << " of worker " << w;
   }
 }
 
-// The ranks of a model, all of them of `node`, publishing IN_PLACE on threads of
-// their own; with their tensors on `device`, where one is given.
+// The ranks of a model, all of them of `node`, publishing IN_PLACE on threads
+// of their own; with their tensors on `device`, where one is given.
 class InPlaceRanks {
  public:
   InPlaceRanks(TestNode* node, const v1::DefineLayout& define,

@@ -21,8 +21,8 @@
 //
 // Buckets that shall lie on a GPU (Placement): those of this node's ranks are
 // packed there. What a group carries out of and into memory of that GPU
-// (Group::PayloadDevice) is sent from where it was packed, and lands where it is
-// to lie; so do slots of lanes, where the node's workers reach the GPU. Each
+// (Group::PayloadDevice) is sent from where it was packed, and lands where it
+// is to lie; so do slots of lanes, where the node's workers reach the GPU. Each
 // flow decides when its group has joined. All else goes by way of host memory:
 // it is copied there to be sent, part by part, beside the connection, or lands
 // there and is copied to the GPU bucket by bucket. The update is VERIFIED here
@@ -236,6 +236,7 @@ class NodeUpdate {
                                absl::Duration patience);
   void PassToWorkers(int32_t bucket, const v1::SlotLocation& where);
   void RunFlow(Round* round, FlowRun* flow);
+  absl::Status RoundClosed() const;
   // ---- By way of a checkpoint: node_update_disk.cc ----
   void AddDiskFlow(Round* round, const std::set<int32_t>& received);
   absl::Status MoveFromDisk(Round* round, FlowRun* flow);

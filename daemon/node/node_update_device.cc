@@ -91,7 +91,7 @@ absl::Status NodeUpdate::Land(const Round& round, FlowRun* flow,
   std::vector<FrameCount*> fresh;
   {
     absl::MutexLock lock(&mutex_);
-    if (round.closed) return absl::CancelledError("the round is closed");
+    if (round.closed) return RoundClosed();
     for (int32_t bucket : flow->buckets) {
       auto room = undecided_.find(bucket);
       if (room != undecided_.end()) {

@@ -99,9 +99,7 @@ absl::Status NodeUpdate::ReadLanding(const Round& round,
   const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
   for (uint32_t frame = 0; frame < landing->frame_count();) {
     if (IsClosed(round)) {
-      return MakeError(
-          absl::StatusCode::kAborted, "ROUND_CLOSED",
-          absl::StrCat("update ", update_id_, " goes another way"));
+      return RoundClosed();
     }
     // What came over a group before is here already, and stays.
     if (!landing->Claim(frame)) {

@@ -1,5 +1,4 @@
-// How the buckets of a round move: what is reserved, the groups, the lanes, and
-// what is read of the memory of this node's ranks.
+// How the buckets of a round move: what is reserved, the groups, the lanes.
 
 #include <algorithm>
 #include <cstring>
@@ -23,8 +22,6 @@ using transport::Landing;
 using transport::MakeError;
 
 constexpr int kDefaultLanes = 3;
-// How often those who wait for two things at once look at the second.
-constexpr absl::Duration kLook = absl::Milliseconds(20);
 // How long a receiver whose last update hardly changed waits for the word that
 // this one does not either, before it asks for bytes.
 constexpr absl::Duration kBaseWait = absl::Seconds(2);
@@ -34,12 +31,12 @@ absl::Status InvalidFlow(absl::string_view sentence) {
                    sentence);
 }
 
-absl::Status Closed(const std::string& update_id) {
-  return MakeError(absl::StatusCode::kAborted, "ROUND_CLOSED",
-                   absl::StrCat("update ", update_id, " goes another way"));
-}
-
 }  // namespace
+
+absl::Status NodeUpdate::RoundClosed() const {
+  return MakeError(absl::StatusCode::kAborted, "ROUND_CLOSED",
+                   absl::StrCat("update ", update_id_, " goes another way"));
+}
 
 // ---- What a round needs ----
 
@@ -396,7 +393,7 @@ absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
     if (flow->group == nullptr && direct.count(bucket) > 0) continue;
     {
       absl::MutexLock lock(&mutex_);
-      if (round->closed || ended_) return Closed(update_id_);
+      if (round->closed || ended_) return RoundClosed();
     }
     absl::Status status = MoveBucket(round, flow, bucket, patience);
     if (!status.ok()) return status;
@@ -533,345 +530,6 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
       landing->MarkReady(frame, landing->ComputeDigest(frame));
     }
   }
-}
-
-// ---- The memory of this node's ranks ----
-
-absl::Status NodeUpdate::NoteSource(int32_t bucket,
-                                    const transport::Digest& digest,
-                                    const TensorDigests& tensors) {
-  absl::MutexLock lock(&mutex_);
-  source_tensors_.emplace(bucket, tensors);
-  auto known = source_digests_.emplace(bucket, digest);
-  woken_ = true;
-  if (known.second || known.first->second == digest) return absl::OkStatus();
-  return SourceChanged(
-      *layout_, layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank,
-      bucket, known.first->second, digest);
-}
-
-absl::Status NodeUpdate::FillFromSource(int32_t bucket, Landing* landing,
-                                        absl::Duration patience) {
-  const int32_t rank =
-      layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank;
-  std::shared_ptr<const InPlaceSource> source;
-  {
-    absl::MutexLock lock(&mutex_);
-    auto there = [this, rank]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      return sources_.count(rank) > 0 || ended_;
-    };
-    mutex_.AwaitWithTimeout(absl::Condition(&there), patience);
-    if (ended_) return why_;
-    auto found = sources_.find(rank);
-    if (found == sources_.end()) {
-      return MakeError(
-          absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
-          absl::StrCat("rank ", rank, " of ", model(),
-                       " did not give its tensors to update ", update_id_,
-                       " within ", absl::FormatDuration(patience)));
-    }
-    source = found->second;
-  }
-  if (source->cancel->cancelled()) return source->cancel->status();
-  auto digest = PackSourceBucket(*layout_, rank, source->shards, landing,
-                                 context_.memory);
-  if (!digest.ok()) return digest.status();
-  if (source->cancel->cancelled()) return source->cancel->status();
-  TensorDigests tensors;
-  absl::Status added =
-      AddTensorDigests(*layout_, *landing, context_.memory, &tensors);
-  if (!added.ok()) return added;
-  return NoteSource(bucket, *digest, tensors);
-}
-
-absl::StatusOr<SnapshotResult> NodeUpdate::ReadInPlace(
-    std::shared_ptr<const InPlaceSource> source, bool verify_source) {
-  const absl::Time begin = absl::Now();
-  const int32_t rank = source->rank;
-  const std::vector<int32_t> buckets = layout_->RankBuckets(rank);
-  {
-    absl::MutexLock lock(&mutex_);
-    if (ended_) return why_;
-    sources_[rank] = source;
-    ++snapshots_;
-    woken_ = true;
-  }
-  absl::StatusOr<SnapshotResult> result = [&] {
-    using Result = absl::StatusOr<SnapshotResult>;
-    auto stopped = [&]() -> absl::Status {
-      if (source->cancel->cancelled()) return source->cancel->status();
-      return cancel_.cancelled() ? cancel_.status() : absl::OkStatus();
-    };
-    auto read_again = [&](int32_t bucket) {
-      TensorDigests tensors;
-      auto digest = DigestSourceBucket(*layout_, rank, source->shards, bucket,
-                                       context_.memory, &tensors);
-      return digest.ok() ? NoteSource(bucket, *digest, tensors)
-                         : digest.status();
-    };
-    // The round says which of them pass through lanes.
-    std::set<int32_t> lanes;
-    bool stream = false;
-    while (true) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      absl::MutexLock lock(&mutex_);
-      mutex_.AwaitWithTimeout(absl::Condition(&knows_lanes_), kLook);
-      if (!knows_lanes_) continue;
-      lanes = lane_buckets_;
-      stream = stream_mode_;
-      break;
-    }
-    // What this node's workers need for a STAGE is packed into the store, where
-    // lanes find it.
-    for (int32_t bucket : buckets) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      if (stream ||
-          !std::binary_search(layout_->needed_buckets.begin(),
-                              layout_->needed_buckets.end(), bucket)) {
-        continue;
-      }
-      auto landing = Landings({bucket}, Use::kPack);
-      if (!landing.ok()) return Result(landing.status());
-      auto digest = PackSourceBucket(*layout_, rank, source->shards,
-                                     (*landing)[0].get(), context_.memory);
-      absl::Status status = digest.status();
-      if (digest.ok()) {
-        TensorDigests tensors;
-        status = AddTensorDigests(*layout_, *(*landing)[0], context_.memory,
-                                  &tensors);
-        if (status.ok()) status = NoteSource(bucket, *digest, tensors);
-      }
-      if (!status.ok()) {
-        (*landing)[0]->Fail(status);
-        return Result(status);
-      }
-    }
-    // The others are read when a lane or a worker comes to them; and by nobody
-    // when a new epoch has none for them.
-    while (true) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      int32_t unread = -1;
-      {
-        absl::MutexLock lock(&mutex_);
-        auto all = [this, &buckets]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-          for (int32_t bucket : buckets) {
-            if (source_digests_.count(bucket) == 0) return false;
-          }
-          return true;
-        };
-        if (all()) break;
-        for (int32_t bucket : buckets) {
-          if (source_digests_.count(bucket) == 0 &&
-              lane_buckets_.count(bucket) == 0) {
-            unread = bucket;
-          }
-        }
-        if (unread < 0) {
-          mutex_.AwaitWithTimeout(absl::Condition(&all), kLook);
-          continue;
-        }
-      }
-      absl::Status status = read_again(unread);
-      if (!status.ok()) return Result(status);
-    }
-    for (int32_t bucket : buckets) {
-      absl::Status stop = stopped();
-      if (!stop.ok()) return Result(stop);
-      if (!verify_source) break;
-      absl::Status status = read_again(bucket);
-      if (!status.ok()) return Result(status);
-    }
-    SnapshotResult read;
-    absl::MutexLock lock(&mutex_);
-    for (int32_t bucket : buckets) {
-      v1::BucketDigest digest;
-      digest.set_bucket(bucket);
-      ToProto(source_digests_.at(bucket), digest.mutable_digest());
-      read.buckets.push_back(std::move(digest));
-      for (const auto& tensor : source_tensors_.at(bucket)) {
-        read.tensors[tensor.first] += tensor.second;
-      }
-    }
-    read.copy_duration = absl::Now() - begin;
-    return Result(std::move(read));
-  }();
-  absl::MutexLock lock(&mutex_);
-  --snapshots_;
-  woken_ = true;
-  return result;
-}
-
-absl::Status NodeUpdate::WaitReleased(const CancelFlag* cancel) {
-  absl::MutexLock lock(&mutex_);
-  ++snapshots_;
-  auto over = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-    return released_ || ended_;
-  };
-  while (!over() && !cancel->cancelled()) {
-    mutex_.AwaitWithTimeout(absl::Condition(&over), kLook);
-  }
-  --snapshots_;
-  woken_ = true;
-  if (released_ || (ended_ && committed_)) return absl::OkStatus();
-  return ended_ ? why_ : cancel->status();
-}
-
-void NodeUpdate::Release() {
-  absl::MutexLock lock(&mutex_);
-  released_ = true;
-}
-
-// ---- Workers that take part ----
-
-absl::Status NodeUpdate::BeginStream(Round* round,
-                                     const std::vector<int32_t>& alone,
-                                     absl::Duration patience) {
-  StreamStart start;
-  start.model = model();
-  start.update_id = update_id_;
-  start.version = version_;
-  start.step = round->command.step();
-  start.layout = layout_;
-  // Before its neighbours lose patience with this node.
-  start.bucket_timeout = patience / 2;
-  std::set<int32_t> ranks;
-  for (int32_t bucket : alone) {
-    if (!PacksIntoSlot(*round, 0, bucket)) continue;
-    start.direct_candidates.insert(bucket);
-    ranks.insert(
-        layout_->plan.bucket(static_cast<uint32_t>(bucket)).source_rank);
-  }
-  auto state = std::make_shared<StreamState>();
-  {
-    absl::MutexLock lock(&mutex_);
-    auto there = [this, &ranks]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      for (int32_t rank : ranks) {
-        if (sources_.count(rank) == 0) return ended_;
-      }
-      return true;
-    };
-    mutex_.AwaitWithTimeout(absl::Condition(&there), patience);
-    if (ended_ || round->closed) return Closed(update_id_);
-    for (int32_t rank : ranks) {
-      auto found = sources_.find(rank);
-      if (found == sources_.end()) {
-        return MakeError(
-            absl::StatusCode::kDeadlineExceeded, "SNAPSHOT_TIMEOUT",
-            absl::StrCat("rank ", rank, " of ", model(),
-                         " did not give its tensors to update ", update_id_));
-      }
-      start.sources.push_back(found->second);
-    }
-    start.workers = round->stream_workers;
-    stream_ = state;
-  }
-  context_.sink->Begin(
-      std::move(start),
-      [state](absl::Status status, std::set<int32_t> direct) {
-        absl::MutexLock lock(&state->mutex);
-        state->status = std::move(status);
-        state->direct = std::move(direct);
-        state->begun = true;
-      },
-      [state](int32_t bucket, TensorDigests tensors) {
-        absl::MutexLock lock(&state->mutex);
-        state->reads.emplace_back(bucket, std::move(tensors));
-      },
-      [state] {
-        absl::MutexLock lock(&state->mutex);
-        state->direct_done = true;
-      });
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::set<int32_t>> NodeUpdate::AwaitStream(
-    absl::Duration patience) {
-  std::shared_ptr<StreamState> state;
-  {
-    absl::MutexLock lock(&mutex_);
-    auto known = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-      return stream_ != nullptr || ended_;
-    };
-    mutex_.AwaitWithTimeout(absl::Condition(&known), patience);
-    if (ended_) return why_;
-    state = stream_;
-  }
-  if (state != nullptr) {
-    absl::MutexLock lock(&state->mutex);
-    state->mutex.AwaitWithTimeout(absl::Condition(&state->begun), patience);
-    if (state->begun) {
-      if (!state->status.ok()) return state->status;
-      return state->direct;
-    }
-  }
-  return MakeError(absl::StatusCode::kDeadlineExceeded, "STREAM_START_TIMEOUT",
-                   absl::StrCat("the workers of node ", context_.node,
-                                " could not be told of update ", update_id_,
-                                " within ", absl::FormatDuration(patience)));
-}
-
-absl::Status NodeUpdate::TakeDirectReads(const std::vector<int32_t>& buckets,
-                                         absl::Duration patience) {
-  std::shared_ptr<StreamState> state;
-  {
-    absl::MutexLock lock(&mutex_);
-    state = stream_;
-  }
-  size_t seen = 0;
-  while (true) {
-    std::vector<std::pair<int32_t, TensorDigests>> fresh;
-    bool done = false;
-    {
-      absl::MutexLock lock(&state->mutex);
-      auto news = [&]() ABSL_SHARED_LOCKS_REQUIRED(state->mutex) {
-        return state->reads.size() > seen || state->direct_done;
-      };
-      if (!state->mutex.AwaitWithTimeout(absl::Condition(&news), patience)) {
-        return MakeError(
-            absl::StatusCode::kDeadlineExceeded, "NO_PROGRESS",
-            absl::StrCat("the workers of node ", context_.node,
-                         " have read nothing of update ", update_id_, " for ",
-                         absl::FormatDuration(patience)));
-      }
-      fresh.assign(state->reads.begin() + static_cast<std::ptrdiff_t>(seen),
-                   state->reads.end());
-      seen = state->reads.size();
-      done = state->direct_done;
-    }
-    for (const auto& read : fresh) {
-      transport::Digest digest;
-      for (const auto& tensor : read.second) digest += tensor.second;
-      absl::Status status = NoteSource(read.first, digest, read.second);
-      if (!status.ok()) return status;
-      absl::MutexLock lock(&mutex_);
-      taken_.insert(read.first);
-      passed_[read.first] = digest;
-    }
-    if (done) break;
-  }
-  // A worker that left may have been the only one to read a bucket; the digest
-  // is still needed.
-  absl::MutexLock lock(&mutex_);
-  for (int32_t bucket : buckets) lane_buckets_.erase(bucket);
-  return absl::OkStatus();
-}
-
-void NodeUpdate::PassToWorkers(int32_t bucket, const v1::SlotLocation& where) {
-  struct Wait {
-    absl::Mutex mutex;
-    bool taken ABSL_GUARDED_BY(mutex) = false;
-  };
-  auto wait = std::make_shared<Wait>();
-  context_.sink->Pass(update_id_, bucket, where, [wait] {
-    absl::MutexLock lock(&wait->mutex);
-    wait->taken = true;
-  });
-  // In bounded time: the sink gives a worker up that does not take it.
-  absl::MutexLock lock(&wait->mutex);
-  wait->mutex.Await(absl::Condition(&wait->taken));
 }
 
 }  // namespace daemon

@@ -282,8 +282,8 @@ class Store {
   void LoseDevice(const std::string& device);
 
   // Where a bucket lies, whole or not, for those who know which bytes of it are
-  // there; its copy, where it has a whole one. Errors of Locate. REQUIRES: the update
-  // is pinned.
+  // there; its copy, where it has a whole one. Errors of Locate. REQUIRES: the
+  // update is pinned.
   absl::StatusOr<v1::SlotLocation> LocationOf(const std::string& update_id,
                                               int32_t bucket) const;
   // Where whole buckets lie in this process, for sending them. Errors of

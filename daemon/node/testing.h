@@ -118,8 +118,8 @@ class TestNode : public Store::Observer {
     std::string state_dir;
     // Of each of its GPUs; 0: buckets lie in host memory.
     int64_t device_budget_bytes = 0;
-    // The GPU between whose memory and that of other nodes bytes go; empty: they
-    // go over TCP. `any_way`: where a neighbour has none, over TCP.
+    // The GPU between whose memory and that of other nodes bytes go; empty:
+    // they go over TCP. `any_way`: where a neighbour has none, over TCP.
     std::string payload_device;
     bool any_way = false;
   };

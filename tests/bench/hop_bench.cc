@@ -313,8 +313,7 @@ class Member {
               << std::endl;
   }
   void MarkAll() {
-    for (const auto& landing : landings_)
-      CHECK(landing->MarkAllReady().ok());
+    for (const auto& landing : landings_) CHECK(landing->MarkAllReady().ok());
   }
   static int ControlPort() { return FLAGS_port; }
   static int DataPort(int index) { return FLAGS_port + 1 + index; }

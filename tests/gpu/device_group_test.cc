@@ -47,8 +47,8 @@ class DeviceGroupTest : public GpuClusterTest {
     std::vector<std::string> flags = {
         "--memory=cuda",       "--store=device",
         "--group=nccl",        absl::StrCat("--bucket_bytes=", kBucketBytes),
-        "--gpu_slots=2",       "--device_timeout=5s",
-        "--device_uuid=" + UuidOf(device)};
+
+        "--device_timeout=5s", "--device_uuid=" + UuidOf(device)};
     flags.insert(flags.end(), more.begin(), more.end());
     // A fault picks a node's agents by its name.
     setenv("GPU_SIM_ROLE", node.c_str(), 1);
@@ -142,7 +142,13 @@ TEST_F(DeviceGroupTest, UpdatesGoFromGpuToGpu) {
     ASSERT_NO_FATAL_FAILURE(publish(options));
   }
   // None was ever taken.
-  for (const char* node : {"a", "b", "c"}) EXPECT_EQ(HostStore(node), 0) << node;
+  for (const char* node : {"a", "b", "c"})
+    EXPECT_EQ(HostStore(node), 0) << node;
+
+  // Where nothing is said, an agent has three slots of a bucket each.
+  const v1::GpuUse gpu = Gpu("a", 0);
+  EXPECT_EQ(gpu.slot_count(), 3);
+  EXPECT_EQ(gpu.slot_bytes(), 3 * kBucketBytes);
 
   // One that comes late is served from a GPU, too.
   ASSERT_NO_FATAL_FAILURE(publish(v1::UpdateOptions()));
@@ -222,11 +228,11 @@ TEST_F(DeviceGroupTest, AnAgentThatDiesInTheMiddle) {
     ++version;
     const pid_t agent = AgentOf(node);
     ASSERT_NE(agent, 0);
-    // One piece has gone; in the next it hangs, and is killed.
+    // It hangs in the middle, and is killed.
     gpu_sim::TakeNotes();
     gpu_sim::Plant(absl::StrCat(
         "call=", node == std::string("a") ? "ncclSend" : "ncclRecv",
-        " process=", node, " after=1 note=1 hang=1"));
+        " process=", node, " note=1 hang=1"));
     std::thread killer([&] {
       EXPECT_TRUE(Noted());
       gpu_sim::Plant("");
@@ -263,7 +269,7 @@ TEST_F(DeviceGroupTest, AMemberThatDiesInTheMiddle) {
     OneWorker one(&cluster_, "b", "one", 1);
     ASSERT_TRUE(trainer.Publish(1).ok());
     gpu_sim::TakeNotes();
-    gpu_sim::Plant("call=ncclRecv process=b after=2 note=1 hang=1");
+    gpu_sim::Plant("call=ncclRecv process=b note=1 hang=1");
     std::thread killer([&] {
       EXPECT_TRUE(Noted());
       gpu_sim::Plant("");

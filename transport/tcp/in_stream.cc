@@ -218,9 +218,8 @@ absl::Status InStream::FetchFrames(const std::vector<FrameHeader>& frames,
   std::vector<absl::Span<char>> parts;
   for (size_t i = 0; i < frames.size(); ++i)
     parts.push_back(absl::MakeSpan(places[i], frames[i].length));
-  const absl::Status status =
-      FromChannel(channel_->Receive(parts, hop_->options().peer_deadline,
-                                    [this] { return Stopped(); }));
+  const absl::Status status = FromChannel(channel_->Receive(
+      parts, hop_->options().peer_deadline, [this] { return Stopped(); }));
   return status.ok() ? DigestOnDevices() : status;
 }
 

@@ -107,10 +107,9 @@ absl::StatusOr<std::string> TcpGroup::PayloadDevice(absl::Duration timeout) {
   if (!receive_status_.ok()) return receive_status_;
   if (!send_status_.ok()) return send_status_;
   if (!WayKnown()) {
-    const HopOptions hop =
-        Hop(has_inbound() && !receives_over_channel_.has_value()
-                ? spec_.self - 1
-                : spec_.self);
+    const HopOptions hop = Hop(
+        has_inbound() && !receives_over_channel_.has_value() ? spec_.self - 1
+                                                             : spec_.self);
     return EdgeError(absl::StatusCode::kDeadlineExceeded, "JOIN_TIMEOUT",
                      hop.from, hop.to,
                      "the ends did not agree in time on the way that bytes go");

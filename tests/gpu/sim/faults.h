@@ -2,7 +2,8 @@
 //
 // $GPU_SIM_DIR/faults holds rules, one a line; it is read again when it
 // changes. A rule is words separated by spaces:
-//   call=NAME      the call of cudart or NCCL that it is about; or hostToDevice,
+//   call=NAME      the call of cudart or NCCL that it is about; or
+//   hostToDevice,
 //                  deviceToHost: what any copy moves that way, to be noted
 //   process=ROLE   only in processes with this GPU_SIM_ROLE
 //   after=N        the first N matching calls of a process pass (default 0)

@@ -25,16 +25,18 @@ namespace cuda {
 // Makes the payload channels of an Endpoint out of a device agent's. The
 // connections of the chain, and so who is there, which frames come and what
 // became of them, stay in the daemon; the agent moves bytes between its GPU's
-// memory, or the host's, and its peers' GPUs. An agent that dies is a lost edge.
+// memory, or the host's, and its peers' GPUs. An agent that dies is a lost
+// edge.
 //
 // Memory that the agent has goes straight: segments of its GPU (`memory`), and
-// what it has mapped (AddMemory). Any other is copied through a buffer that both
-// have. Thread-safe; outlives its channels.
+// what it has mapped (AddMemory). Any other is copied through a buffer that
+// both have. Thread-safe; outlives its channels.
 class AgentChannels {
  public:
-  // `agent`, and `memory` where there is one, outlive this. `staging_bytes`: as in the agent's configuration.
-  // After a channel that did not connect there is none for `rest`, for those
-  // who have another way: what cannot be is not tried at each update.
+  // `agent`, and `memory` where there is one, outlive this. `staging_bytes`: as
+  // in the agent's configuration. After a channel that did not connect there is
+  // none for `rest`, for those who have another way: what cannot be is not
+  // tried at each update.
   AgentChannels(DeviceAgent* agent, int64_t staging_bytes,
                 absl::Duration rest = absl::ZeroDuration(),
                 const AgentMemory* memory = nullptr)

@@ -238,8 +238,8 @@ absl::StatusOr<std::vector<Digest>> AgentMemory::DigestFrames(
     int64_t offset = 0;
     const DeviceInfo here = FindDevice(piece.copy.src, &offset);
     if (here.gpu == nullptr ||
-        (device.gpu != nullptr && (here.gpu != device.gpu ||
-                                   here.epoch != device.epoch)))
+        (device.gpu != nullptr &&
+         (here.gpu != device.gpu || here.epoch != device.epoch)))
       return BadCopy("frames of a bucket lie in one GPU's segments");
     device = here;
     const absl::StatusOr<AgentPlace> place =
@@ -255,7 +255,8 @@ absl::StatusOr<std::vector<Digest>> AgentMemory::DigestFrames(
   if (device.gpu == nullptr) return std::vector<Digest>(pack.frames.size());
   absl::StatusOr<std::vector<Digest>> digests =
       device.gpu->agent->DigestFrames(device.epoch, pack, options_.timeout);
-  if (!digests.ok()) device.gpu->agent->AwaitEnd(device.epoch, digests.status());
+  if (!digests.ok())
+    device.gpu->agent->AwaitEnd(device.epoch, digests.status());
   return digests;
 }
 
@@ -266,16 +267,15 @@ absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::PlaceForChannel(
   const DeviceInfo device = FindDevice(address, &offset);
   if (device.gpu == nullptr) return absl::optional<AgentPlace>();
   if (device.gpu->agent != agent) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
-                     absl::StrCat("bytes of ", device.gpu->uuid,
-                                  " do not go over a channel of ",
-                                  agent->device_uuid()));
+    return MakeError(
+        absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+        absl::StrCat("bytes of ", device.gpu->uuid,
+                     " do not go over a channel of ", agent->device_uuid()));
   }
   if (device.epoch != epoch) {
-    return MakeError(
-        absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
-        absl::StrCat("the channel is not of the device agent of ",
-                     device.gpu->uuid, " that has the bytes"));
+    return MakeError(absl::StatusCode::kUnavailable, "DEVICE_STORE_LOST",
+                     absl::StrCat("the channel is not of the device agent of ",
+                                  device.gpu->uuid, " that has the bytes"));
   }
   const absl::StatusOr<AgentPlace> place = DevicePlaceOf(device, offset, bytes);
   if (!place.ok()) return place.status();

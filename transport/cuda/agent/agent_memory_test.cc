@@ -412,9 +412,8 @@ TEST_F(AgentMemoryTest, ASegmentOfAGpuIsPackedReadAndEndsWithItsAgent) {
   EXPECT_EQ((*place)->offset, 8192);
   place = memory_->PlaceForChannel(*agent, 1, arena->data(), 100);
   EXPECT_TRUE(place.ok() && !place->has_value());
-  EXPECT_EQ(
-      ReasonOf(memory_->PlaceForChannel(*agent, 2, bucket, 100).status()),
-      "DEVICE_STORE_LOST");
+  EXPECT_EQ(ReasonOf(memory_->PlaceForChannel(*agent, 2, bucket, 100).status()),
+            "DEVICE_STORE_LOST");
   EXPECT_EQ(
       ReasonOf(memory_->PlaceForChannel(*agent, 1, bucket, 1 << 30).status()),
       "BAD_COPY");
