@@ -25,8 +25,9 @@ std::string Shards(const std::string& text) {
 
 std::string Worker(const std::string& tensor) {
   return ErrorReason(CheckWorker(Parse<v1::RegisterWorker>(
-      "model: 'models/m' replica: 'r' worker_count: 1 tensors { " + tensor +
-      " }")));
+      "model: 'models/m' replica: 'r' incarnation: 'i' worker_count: 1 "
+      "tensors { " +
+      tensor + " }")));
 }
 
 constexpr char kGood[] =
@@ -201,13 +202,17 @@ TEST(ValidateTest, RanksAndWorkers) {
             "PROTOCOL_UNSUPPORTED");
   EXPECT_EQ(
       ErrorReason(CheckWorker(Parse<v1::RegisterWorker>(
-          "model: 'models/m' replica: 'r' worker_count: 1 worker_index: 1"))),
+          "model: 'models/m' replica: 'r' incarnation: 'i' worker_count: 1 "
+          "worker_index: 1"))),
       "WORKER_INDEX_INVALID");
+  EXPECT_EQ(ErrorReason(CheckReplica(Parse<v1::RegisterReplica>(
+                "model: 'models/m' replica: 'r' worker_count: 1"))),
+            "INCARNATION_INVALID");
   EXPECT_EQ(ErrorReason(CheckReplica(Parse<v1::RegisterReplica>(
                 "model: 'models/m' replica: 'R' worker_count: 1"))),
             "REPLICA_NAME_INVALID");
-  EXPECT_EQ(ErrorReason(CheckReplica(
-                Parse<v1::RegisterReplica>("model: 'models/m' replica: 'r'"))),
+  EXPECT_EQ(ErrorReason(CheckReplica(Parse<v1::RegisterReplica>(
+                "model: 'models/m' replica: 'r' incarnation: 'i'"))),
             "WORKER_COUNT_INVALID");
 }
 
