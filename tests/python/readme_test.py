@@ -120,10 +120,13 @@ FLAGGED = {
 
 # How often somebody looks, and how long something is remembered: nobody waits for these.
 NO_WAIT = {
+    "daemon/coordinator/core_fetch.cc": {"kEdgeMemory"},
+    "daemon/coordinator/core_forget.cc": {"kInterval"},
+    "daemon/coordinator/journal.cc": {"kForgetInterval"},
     "daemon/coordinator/options.h": {"request_ttl", "lost_replica_ttl"},
     "daemon/coordinator/update_plan.cc": {"kTellingTime"},
     "daemon/node/mover.h": {"report_interval"},
-    "daemon/node/node_update_move.cc": {"kLook"},
+    "daemon/node/node_update_ranks.cc": {"kLook"},
     "daemon/service/coordinator_loop.cc": {"kTick"},
     "daemon/service/node_link.h": {"first_backoff"},
     "daemon/service/version_watch.cc": {"kWatchInterval"},
@@ -131,6 +134,7 @@ NO_WAIT = {
     "transport/cuda/agent/device_agent.h": {"backoff", "max_backoff"},
     "transport/cuda/agent/device_agents.h": {"usage_interval"},
     "transport/cuda/device_core.cc": {"kRetry"},
+    "transport/nccl/nccl_device.cc": {"kLookEvery"},
     "transport/tcp/endpoint.h": {"heartbeat"},
     "transport/tcp/hop.h": {"heartbeat"},
 }

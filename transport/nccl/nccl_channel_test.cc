@@ -24,7 +24,7 @@
 #include "gtest/gtest.h"
 #include "transport/cuda/sim_control.h"
 #include "transport/error.h"
-#include "transport/nccl/nccl_edge.h"
+#include "transport/nccl/test_edge.h"
 
 namespace weightsync {
 namespace transport {

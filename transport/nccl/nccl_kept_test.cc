@@ -18,7 +18,7 @@
 #include "transport/cuda/sim_control.h"
 #include "transport/error.h"
 #include "transport/nccl/nccl_channel.h"
-#include "transport/nccl/nccl_edge.h"
+#include "transport/nccl/test_edge.h"
 
 namespace weightsync {
 namespace transport {

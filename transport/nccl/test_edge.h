@@ -1,6 +1,6 @@
 // Both ends of an edge in one process, on the first two simulated GPUs.
-#ifndef WEIGHTSYNC_TRANSPORT_NCCL_NCCL_EDGE_H_
-#define WEIGHTSYNC_TRANSPORT_NCCL_NCCL_EDGE_H_
+#ifndef WEIGHTSYNC_TRANSPORT_NCCL_TEST_EDGE_H_
+#define WEIGHTSYNC_TRANSPORT_NCCL_TEST_EDGE_H_
 
 #include <memory>
 #include <thread>
@@ -79,4 +79,4 @@ class NcclEdgeTest : public ::testing::Test {
 }  // namespace transport
 }  // namespace weightsync
 
-#endif  // WEIGHTSYNC_TRANSPORT_NCCL_NCCL_EDGE_H_
+#endif  // WEIGHTSYNC_TRANSPORT_NCCL_TEST_EDGE_H_
