@@ -64,6 +64,18 @@ class ClusterTest : public ::testing::Test {
       const absl::Status status = workers_[replica].back()->Open();
       ASSERT_TRUE(status.ok()) << status;
     }
+    // Not before the node has room for what it may be given: until then an
+    // update goes on without it, and comes later.
+    const auto admin = Admin(node);
+    EXPECT_TRUE(Eventually([&] {
+      grpc::ClientContext context;
+      SetDeadline(&context);
+      v1::GetReplicaRequest request;
+      request.set_name("models/m/replicas/" + replica);
+      v1::Replica found;
+      return admin->GetReplica(&context, request, &found).ok() &&
+             found.state() != v1::Replica::STATE_INCOMPLETE;
+    })) << replica;
   }
 
   // Every rank publishes version `seed` of the tensors at once; the answers, or
