@@ -173,7 +173,7 @@ std::string GpuText(const v1::GpuUse& gpu) {
   std::string text = absl::StrCat(name, ", ", HumanBytes(gpu.free_bytes()),
                                   " free of ", HumanBytes(gpu.total_bytes()),
                                   "; ", Counted(gpu.slot_count(), "slot"), " ",
-                                  HumanBytes(gpu.slot_bytes()), ", tables ",
+                                  HumanBytes(gpu.slot_bytes()), ", context ",
                                   HumanBytes(gpu.context_bytes()));
   if (gpu.device_store_bytes() > 0)
     absl::StrAppend(&text, ", store ", HumanBytes(gpu.device_store_bytes()));

@@ -260,6 +260,30 @@ models/qwen/versions/3 MOVING 62% 613.0 MB of 988.1 MB
 )");
 }
 
+TEST(RenderTest, WhatHasBeenTakenOfEachGpu) {
+  using ::testing::HasSubstr;
+  const std::string text = RenderNode(Parse<v1::Node>(R"(
+    name: "nodes/a" state: STATE_CONNECTED
+    memory {
+      gpus { device_uuid: "GPU-0" device_name: "Card" state: STATE_READY
+        total_bytes: 80000000000 free_bytes: 60000000000 slot_count: 3
+        slot_bytes: 768000000 context_bytes: 300000000
+        device_store_bytes: 16000000000 nccl_bytes: 64000000 restart_count: 2 }
+      gpus { device_uuid: "GPU-1" device_name: "Card" state: STATE_STARTING }
+      gpus { device_uuid: "GPU-2" state: STATE_FAILED
+        failure { reason: "NO_DEVICE" message: "none is here" } }
+    })"),
+                                      Now());
+  EXPECT_THAT(text,
+              HasSubstr("Card, 60.0 GB free of 80.0 GB; 3 slots 768.0 MB, "
+                        "context 300.0 MB, store 16.0 GB, NCCL 64.0 MB, agent "
+                        "started again 2x"));
+  EXPECT_THAT(text, HasSubstr("Card, its agent starts\n"));
+  EXPECT_THAT(text, HasSubstr("-, FAILED: "));
+  EXPECT_THAT(text, HasSubstr("NO_DEVICE"));
+  EXPECT_THAT(text, HasSubstr("none is here"));
+}
+
 TEST(RenderTest, WhoDoesNotServeAVersionYetIsNamed) {
   using ::testing::HasSubstr;
   v1::Version version = Active();

@@ -78,7 +78,7 @@ DEFINE_string(
     "process sees; --group=nccl then wants that to be one.");
 DEFINE_int32(gpu_slots, 3,
              "With --memory=cuda: how many staging slots of --bucket_bytes are "
-             "taken on each GPU that trainers use; 1 to 64.");
+             "taken on each GPU that is used; 1 to 64.");
 DEFINE_string(
     store, "host",
     "Where weights wait to be put in place: host, or device (with "
@@ -216,8 +216,9 @@ DEFINE_duration(
 DEFINE_duration(wait_timeout, "10m", "How long WaitVersion waits at most.");
 DEFINE_duration(
     device_timeout, "30s",
-    "With --memory=cuda: a child process that has not done what it was asked "
-    "for on its GPU for this long is killed and started again.");
+    "With --memory=cuda, --group=nccl or auto: a child process that has not "
+    "done what it was asked for on its GPU for this long is killed and started "
+    "again.");
 DEFINE_duration(
     shutdown_timeout, "3s",
     "At SIGTERM: how long clients have to read how their streams ended.");

@@ -60,7 +60,8 @@ const GpuFigure kGpuFigures[] = {
      [](const v1::GpuUse& gpu) {
        return static_cast<double>(gpu.free_bytes());
      }},
-    {"gpu_context_bytes", "Tables and scratch of the device agent.", kGauge,
+    {"gpu_context_bytes",
+     "Context (as NVML says), tables and scratch of the device agent.", kGauge,
      [](const v1::GpuUse& gpu) {
        return static_cast<double>(gpu.context_bytes());
      }},

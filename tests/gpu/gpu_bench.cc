@@ -7,8 +7,8 @@
 //                               GPU, to pinned host memory and from it: what
 //                               daemon_check.sh holds a daemon against
 //
-// A line of the result: NAME VALUE UNIT FLOOR RATIO GOAL, where RATIO is that
-// of the floor's time to the figure's (1 is the floor itself), or "-".
+// A line of the result: "NAME V ms  floor F ms  ratio R  goal G", where R is
+// F / V (1 is the floor itself).
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -66,8 +66,8 @@ void Print(const char* name, double seconds, double floor_seconds,
   fflush(stdout);
 }
 
-// 18,867 tensors as a model of 8 billion parameters and its like have them:
-// most are small rows of larger ones. Pieces of one bucket after another.
+// `count` pieces of `bytes` in all, one after another in the bucket, and apart
+// in the source: most tensors of a model are rows of larger ones.
 std::vector<PackPiece> Pieces(const char* from, int64_t bytes, int count) {
   std::vector<PackPiece> pieces(count);
   const int64_t each = bytes / count / 256 * 256;
