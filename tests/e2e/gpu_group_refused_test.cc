@@ -113,12 +113,11 @@ TEST_F(GpuGroupRefusedTest, ADaemonEndsWhileNcclHangs) {
   TestReplica replica(&cluster_, "b", "one");
   ASSERT_TRUE(cluster_.WaitReplicaState("one", v1::Replica::STATE_SERVING));
   std::thread publishing([&] { (void)trainer.Publish(1); });
-  std::string notes;
   // Both are in it.
   EXPECT_TRUE(WaitUntil([&] {
-    notes += gpu_sim::TakeNotes();
+    const std::string notes = gpu_sim::Notes();
     return notes.find('\n') != notes.rfind('\n');
-  })) << notes;
+  })) << gpu_sim::Notes();
   for (const char* node : {"b", "a"}) {
     const absl::Time start = absl::Now();
     EXPECT_EQ(cluster_.EndNode(node), 0) << node;

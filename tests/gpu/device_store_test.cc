@@ -166,7 +166,8 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
   ASSERT_TRUE(published.ok()) << published.status();
   EXPECT_TRUE(host.Holds(11));
   EXPECT_TRUE(Verify("host"));
-  EXPECT_GT(Memory("a").store_used_bytes(), 0);
+  // It comes with heartbeats.
+  EXPECT_TRUE(WaitUntil([&] { return Memory("a").store_used_bytes() > 0; }));
   // One that comes when the bytes are on a GPU is brought a copy.
   OneWorker late(&cluster_, "b", "late", 2);
   ASSERT_TRUE(Serves("late", 11));

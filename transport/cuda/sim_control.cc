@@ -44,13 +44,17 @@ std::string TakeFindings() {
   return "";
 }
 
-std::string TakeNotes() {
-  const std::string path = InDir("notes");
-  std::ifstream file(path);
+std::string Notes() {
+  std::ifstream file(InDir("notes"));
   std::stringstream text;
   text << file.rdbuf();
-  unlink(path.c_str());
   return text.str();
+}
+
+std::string TakeNotes() {
+  std::string notes = Notes();
+  unlink(InDir("notes").c_str());
+  return notes;
 }
 
 }  // namespace gpu_sim

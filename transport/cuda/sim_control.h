@@ -14,6 +14,9 @@ void Plant(const std::string& rules);
 // or fails. Waits a moment for the first, which another process may note.
 std::string TakeFindings();
 
+// What the simulator has noted so far (FaultSpec note=1).
+std::string Notes();
+
 // The calls that rules had noted (note=1) so far, a line each, and forgets
 // them.
 std::string TakeNotes();
