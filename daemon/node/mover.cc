@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "daemon/node/convert.h"
@@ -397,9 +399,14 @@ void Mover::AbandonUpdates(const absl::Status& why) {
       if (!run.second->whole()) runs.push_back(run.second);
     }
   }
+  std::set<std::string> held;
+  for (const v1::HeldUpdate& update : store_->HeldUpdates()) {
+    held.insert(update.update_id());
+  }
   for (auto& run : runs) {
-    // An entry that is dropped and pinned would refuse the next fetch.
-    Unpin(run->update_id());
+    // An entry that is dropped and pinned would refuse the next fetch. What is
+    // whole here, and sent from here or added to, stays as it is pinned.
+    if (held.count(run->update_id()) == 0) Unpin(run->update_id());
     EndRun(std::move(run), /*committed=*/false, why);
   }
 }

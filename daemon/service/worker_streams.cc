@@ -50,7 +50,7 @@ void WorkerStreams::Begin(
       stream.direct_done = std::move(direct_done);
       started(absl::OkStatus(), stream.direct);
       for (const auto& digest : stream.read_digests) {
-        if (stream.read) stream.read(digest.first, digest.second);
+        stream.read(digest.first, digest.second);
       }
       for (const auto& member : stream.members) {
         for (int32_t bucket : member.second.returned) {
