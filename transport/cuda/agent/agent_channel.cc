@@ -183,17 +183,6 @@ class AgentChannel final : public tcp::PayloadChannel {
   uint64_t buffer_host_ = 0;
 };
 
-void AgentChannels::AddMemory(const char* data, int64_t bytes, uint64_t epoch,
-                              uint64_t host) {
-  absl::MutexLock lock(&mutex_);
-  ranges_[data] = {bytes, epoch, host};
-}
-
-void AgentChannels::RemoveMemory(const char* data) {
-  absl::MutexLock lock(&mutex_);
-  ranges_.erase(data);
-}
-
 absl::Status AgentChannels::CheckRested() const {
   absl::MutexLock lock(&mutex_);
   const absl::Duration left = failed_at_ + rest_ - absl::Now();
@@ -211,27 +200,17 @@ void AgentChannels::NoteFailure(const absl::Status& status) {
   failure_ = status;
 }
 
-absl::StatusOr<absl::optional<AgentPart>> AgentChannels::Find(
-    const char* data, int64_t bytes, uint64_t epoch) const {
+absl::StatusOr<absl::optional<AgentPart>> AgentChannels::Find(const char* data,
+                                                              int64_t bytes,
+                                                              uint64_t epoch) {
+  if (memory_ == nullptr) return absl::optional<AgentPart>();
+  const absl::StatusOr<absl::optional<AgentPlace>> place =
+      memory_->PlaceForChannel(agent_, epoch, data, bytes);
+  if (!place.ok()) return place.status();
+  if (!place->has_value()) return absl::optional<AgentPart>();
   AgentPart part;
+  part.place = **place;
   part.bytes = bytes;
-  if (memory_ != nullptr) {
-    const absl::StatusOr<absl::optional<AgentPlace>> place =
-        memory_->PlaceForChannel(agent_, epoch, data, bytes);
-    if (!place.ok()) return place.status();
-    if (place->has_value()) {
-      part.place = **place;
-      return absl::optional<AgentPart>(part);
-    }
-  }
-  absl::MutexLock lock(&mutex_);
-  auto at = ranges_.upper_bound(data);
-  if (at == ranges_.begin()) return absl::optional<AgentPart>();
-  --at;
-  const int64_t offset = data - at->first;
-  if (at->second.epoch != epoch || offset + bytes > at->second.bytes)
-    return absl::optional<AgentPart>();
-  part.place = {AgentPlace::Kind::kHost, at->second.host, offset};
   return absl::optional<AgentPart>(part);
 }
 

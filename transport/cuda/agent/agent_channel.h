@@ -3,7 +3,6 @@
 #define WEIGHTSYNC_TRANSPORT_CUDA_AGENT_AGENT_CHANNEL_H_
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 
@@ -28,9 +27,9 @@ namespace cuda {
 // memory, or the host's, and its peers' GPUs. An agent that dies is a lost
 // edge.
 //
-// Memory that the agent has goes straight: segments of its GPU (`memory`), and
-// what it has mapped (AddMemory). Any other is copied through a buffer that
-// both have. Thread-safe; outlives its channels.
+// Memory that the agent has goes straight: segments of its GPU, and arenas,
+// which it pins (`memory`). Any other is copied through a buffer that both
+// have. Thread-safe; outlives its channels.
 class AgentChannels {
  public:
   // `agent`, and `memory` where there is one, outlive this. `staging_bytes`: as
@@ -39,42 +38,33 @@ class AgentChannels {
   // tried at each update.
   AgentChannels(DeviceAgent* agent, int64_t staging_bytes,
                 absl::Duration rest = absl::ZeroDuration(),
-                const AgentMemory* memory = nullptr)
+                AgentMemory* memory = nullptr)
       : agent_(agent),
         staging_bytes_(staging_bytes),
         rest_(rest),
-        memory_(memory) {}
-
-  // [data, data + bytes) is host memory `host` of the agent's epoch.
-  void AddMemory(const char* data, int64_t bytes, uint64_t epoch,
-                 uint64_t host);
-  void RemoveMemory(const char* data);
+        memory_(memory) {
+    if (memory_ != nullptr) memory_->PinFor(agent_);
+  }
 
   tcp::PayloadChannelFactory Factory();
 
  private:
   friend class AgentChannel;
-  struct Range {
-    int64_t bytes;
-    uint64_t epoch, host;
-  };
   // UNAVAILABLE (CHANNEL_RESTS), with what the last one failed of.
   absl::Status CheckRested() const;
   void NoteFailure(const absl::Status& status);
   // Nothing: the agent of this epoch does not have it. The errors of
   // AgentMemory::PlaceForChannel.
   absl::StatusOr<absl::optional<AgentPart>> Find(const char* data,
-                                                 int64_t bytes,
-                                                 uint64_t epoch) const;
+                                                 int64_t bytes, uint64_t epoch);
 
   DeviceAgent* const agent_;
   const int64_t staging_bytes_;
   const absl::Duration rest_;
-  const AgentMemory* const memory_;
+  AgentMemory* const memory_;
   mutable absl::Mutex mutex_;
   absl::Time failed_at_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
-  std::map<const char*, Range> ranges_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace cuda

@@ -290,25 +290,17 @@ absl::StatusOr<AgentPlace> AgentMemory::PlaceOf(Gpu* gpu, uint64_t epoch,
       return BadCopy("this node copies nothing between its GPUs");
     return DevicePlaceOf(device, at_offset, bytes);
   }
-  absl::MutexLock pinning(&gpu->pin_mutex);
   const char* begin = nullptr;
   ArenaInfo arena;
-  {
-    absl::MutexLock lock(&mutex_);
-    auto at = arenas_.upper_bound(address);
-    if (at != arenas_.begin()) {
-      --at;
-      begin = at->first;
-      arena = at->second;
-    }
-    if (begin == nullptr || address - begin > arena.bytes - bytes)
-      return BadCopy("GPU memory is copied to the store, and nowhere else");
-    const auto pinned = gpu->pinned.find(begin);
-    if (pinned != gpu->pinned.end() && pinned->second.epoch == epoch) {
-      return AgentPlace{AgentPlace::Kind::kHost, pinned->second.host,
-                        address - begin};
-    }
-  }
+  // What moves does not wait for what is being pinned.
+  absl::StatusOr<absl::optional<AgentPlace>> found =
+      FindPinned(*gpu, epoch, address, bytes, &arena, &begin);
+  if (!found.ok()) return found.status();
+  if (found->has_value()) return **found;
+  absl::MutexLock pinning(&gpu->pin_mutex);
+  found = FindPinned(*gpu, epoch, address, bytes, &arena, &begin);
+  if (!found.ok()) return found.status();
+  if (found->has_value()) return **found;
   // Its owner keeps it: there is somebody who copies to it.
   int64_t offset = 0;
   const int fd = arena.segment->file(&offset);
@@ -320,6 +312,25 @@ absl::StatusOr<AgentPlace> AgentMemory::PlaceOf(Gpu* gpu, uint64_t epoch,
   absl::MutexLock lock(&mutex_);
   gpu->pinned[begin] = {epoch, *host};
   return AgentPlace{AgentPlace::Kind::kHost, *host, address - begin};
+}
+
+absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::FindPinned(
+    const Gpu& gpu, uint64_t epoch, const char* address, int64_t bytes,
+    ArenaInfo* arena, const char** begin) const {
+  absl::MutexLock lock(&mutex_);
+  const auto after = arenas_.upper_bound(address);
+  if (after == arenas_.begin() || address - std::prev(after)->first >
+                                      std::prev(after)->second.bytes - bytes) {
+    return BadCopy("GPU memory is copied to the store, and nowhere else");
+  }
+  *begin = std::prev(after)->first;
+  *arena = std::prev(after)->second;
+  const auto pinned = gpu.pinned.find(*begin);
+  if (pinned == gpu.pinned.end() || pinned->second.epoch != epoch) {
+    return absl::optional<AgentPlace>();
+  }
+  return absl::optional<AgentPlace>(AgentPlace{
+      AgentPlace::Kind::kHost, pinned->second.host, address - *begin});
 }
 
 absl::Status AgentMemory::PinAll(Gpu* gpu, uint64_t epoch) {

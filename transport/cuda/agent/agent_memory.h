@@ -110,13 +110,18 @@ class AgentMemory final : public Memory {
   // Not into GPU memory: INVALID_ARGUMENT (BAD_COPY).
   absl::Status Write(absl::Span<const char> from, char* to) override;
 
-  // What is at `address` in a GPU's segment is called so by `agent`, of this
-  // epoch, for channels of it. Nothing: no segment of a GPU is there.
-  // UNAVAILABLE (DEVICE_STORE_LOST): of an agent that has ended; FAILED_
-  // PRECONDITION (OTHER_DEVICE): of another GPU.
+  // What `agent`, of this epoch, calls [address, address + bytes) for channels
+  // of it: in a segment of its GPU, or in an arena, which it pins if it has
+  // not. Nothing: it is in neither, or the arena could not be pinned, which is
+  // not tried again in this epoch. UNAVAILABLE (DEVICE_STORE_LOST): of an
+  // agent that has ended; FAILED_PRECONDITION (OTHER_DEVICE): of another GPU;
+  // DEVICE_AGENT_LOST, DEVICE_AGENT_HUNG.
   absl::StatusOr<absl::optional<AgentPlace>> PlaceForChannel(
-      const DeviceAgent* agent, uint64_t epoch, const char* address,
-      int64_t bytes) const ABSL_LOCKS_EXCLUDED(mutex_);
+      DeviceAgent* agent, uint64_t epoch, const char* address, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // From now on arenas are pinned by `agent` when they are made, and not when
+  // their first bytes go over a channel. It outlives this.
+  void PinFor(DeviceAgent* agent) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   class ArenaSegment;
@@ -131,7 +136,8 @@ class AgentMemory final : public Memory {
     struct Pinned {
       uint64_t epoch = 0, host = 0;
     };
-    std::map<const char*, Pinned> pinned;  // by arena
+    std::map<const char*, Pinned> pinned;        // by arena
+    std::map<const char*, uint64_t> unpinnable;  // of which epoch
     // Held while arenas are pinned, which takes long.
     absl::Mutex pin_mutex;
   };
@@ -158,7 +164,16 @@ class AgentMemory final : public Memory {
   // be.
   absl::StatusOr<AgentPlace> PlaceOf(Gpu* gpu, uint64_t epoch,
                                      const char* address, int64_t bytes);
+  // An arena of ours that is pinned already, `begin` being its first byte. No
+  // place: it is not. BAD_COPY: it is in no arena.
+  absl::StatusOr<absl::optional<AgentPlace>> FindPinned(
+      const Gpu& gpu, uint64_t epoch, const char* address, int64_t bytes,
+      ArenaInfo* arena, const char** begin) const ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status PinAll(Gpu* gpu, uint64_t epoch);
+  // PlaceForChannel of what is in no segment of a GPU.
+  absl::StatusOr<absl::optional<AgentPlace>> ArenaForChannel(
+      DeviceAgent* agent, uint64_t epoch, const char* address, int64_t bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- Segments of GPUs: agent_memory_device.cc ----
   absl::StatusOr<std::unique_ptr<Segment>> AllocateOnDevice(
       int64_t bytes, const AllocateOptions& options);

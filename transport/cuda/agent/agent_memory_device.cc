@@ -263,11 +263,12 @@ absl::StatusOr<std::vector<Digest>> AgentMemory::DigestFrames(
 }
 
 absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::PlaceForChannel(
-    const DeviceAgent* agent, uint64_t epoch, const char* address,
-    int64_t bytes) const {
+    DeviceAgent* agent, uint64_t epoch, const char* address, int64_t bytes) {
   int64_t offset = 0;
   const DeviceInfo device = FindDevice(address, &offset);
-  if (device.gpu == nullptr) return absl::optional<AgentPlace>();
+  if (device.gpu == nullptr) {
+    return ArenaForChannel(agent, epoch, address, bytes);
+  }
   if (device.gpu->agent != agent) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
@@ -282,6 +283,41 @@ absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::PlaceForChannel(
   const absl::StatusOr<AgentPlace> place = DevicePlaceOf(device, offset, bytes);
   if (!place.ok()) return place.status();
   return absl::optional<AgentPlace>(*place);
+}
+
+absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::ArenaForChannel(
+    DeviceAgent* agent, uint64_t epoch, const char* address, int64_t bytes) {
+  Gpu* const gpu = GpuOf(agent, agent->device_uuid());
+  const char* begin = nullptr;
+  ArenaInfo arena;
+  const absl::StatusOr<absl::optional<AgentPlace>> pinned =
+      FindPinned(*gpu, epoch, address, bytes, &arena, &begin);
+  // Memory of somebody else's.
+  if (!pinned.ok()) return absl::optional<AgentPlace>();
+  if (pinned->has_value()) return pinned;
+  {
+    absl::MutexLock lock(&mutex_);
+    const auto failed = gpu->unpinnable.find(begin);
+    if (failed != gpu->unpinnable.end() && failed->second == epoch) {
+      return absl::optional<AgentPlace>();
+    }
+  }
+  const absl::StatusOr<AgentPlace> place = PlaceOf(gpu, epoch, address, bytes);
+  if (place.ok()) return absl::optional<AgentPlace>(*place);
+  if (absl::IsUnavailable(place.status()) ||
+      absl::IsDeadlineExceeded(place.status())) {
+    return place.status();
+  }
+  LOG(WARNING) << gpu->uuid << " does not pin " << arena.bytes
+               << " bytes of the store, which go through a buffer: "
+               << place.status();
+  absl::MutexLock lock(&mutex_);
+  gpu->unpinnable[begin] = epoch;
+  return absl::optional<AgentPlace>();
+}
+
+void AgentMemory::PinFor(DeviceAgent* agent) {
+  GpuOf(agent, agent->device_uuid());
 }
 
 absl::Status AgentMemory::DigestEach(absl::Span<const CopyTask> tasks,

@@ -25,6 +25,7 @@ class AgentMemory::ArenaSegment final : public Segment {
       absl::MutexLock lock(&memory_->mutex_);
       memory_->arenas_.erase(base_->data());
       for (const auto& [uuid, gpu] : memory_->gpus_) {
+        gpu->unpinnable.erase(base_->data());
         const auto at = gpu->pinned.find(base_->data());
         if (at == gpu->pinned.end()) continue;
         pinned.emplace_back(gpu->agent, at->second);

@@ -451,7 +451,12 @@ TEST_F(AgentMemoryTest, ASegmentOfAGpuIsPackedReadAndEndsWithItsAgent) {
   ASSERT_TRUE(place.ok() && place->has_value()) << place.status();
   EXPECT_EQ((*place)->kind, AgentPlace::Kind::kStore);
   EXPECT_EQ((*place)->offset, 8192);
-  place = memory_->PlaceForChannel(*agent, 1, arena->data(), 100);
+  place = memory_->PlaceForChannel(*agent, 1, arena->data() + 300, 100);
+  ASSERT_TRUE(place.ok() && place->has_value()) << place.status();
+  EXPECT_EQ((*place)->kind, AgentPlace::Kind::kHost);
+  EXPECT_EQ((*place)->offset, 300);
+  // Of nobody's: it goes through a buffer.
+  place = memory_->PlaceForChannel(*agent, 1, expected.data(), 100);
   EXPECT_TRUE(place.ok() && !place->has_value());
   EXPECT_EQ(ReasonOf(memory_->PlaceForChannel(*agent, 2, bucket, 100).status()),
             "DEVICE_STORE_LOST");
