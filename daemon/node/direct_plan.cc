@@ -1,6 +1,8 @@
 #include "daemon/node/direct_plan.h"
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "daemon/node/convert.h"
 #include "schedule/reshard.h"
@@ -32,19 +34,6 @@ bool Reaches(const std::vector<std::string>& reachable,
 
 }  // namespace
 
-bool ReadsDevice(const std::vector<v1::DirectCopies>& copies,
-                 const InPlaceSource& source) {
-  return std::any_of(
-      copies.begin(), copies.end(), [&source](const v1::DirectCopies& part) {
-        const std::string& arena_id = part.memory().arena().arena_id();
-        return std::any_of(source.regions.begin(), source.regions.end(),
-                           [&arena_id](const SourceRegion& region) {
-                             return region.arena_id == arena_id &&
-                                    !region.device_uuid.empty();
-                           });
-      });
-}
-
 std::vector<int32_t> OrdinalsOf(const NodeLayout& layout,
                                 const WantedTensors& tensors) {
   std::vector<int32_t> ordinals;
@@ -57,47 +46,75 @@ std::vector<int32_t> OrdinalsOf(const NodeLayout& layout,
   return ordinals;
 }
 
-absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
-    const NodeLayout& layout, int32_t bucket, const InPlaceSource& source,
-    const WantedTensors& tensors, const std::vector<std::string>& reachable) {
-  const std::vector<int32_t> ordinals = OrdinalsOf(layout, tensors);
+DirectPlanner::DirectPlanner(const NodeLayout& layout,
+                             const InPlaceSource& source,
+                             const WantedTensors& tensors,
+                             const std::vector<int32_t>& ordinals,
+                             std::vector<std::string> reachable)
+    : layout_(layout), tensors_(tensors), reachable_(std::move(reachable)) {
+  shards_.reserve(source.shards.size());
+  for (const SourceShard& shard : source.shards) {
+    shards_[shard.ordinal].push_back(&shard);
+  }
+  wanted_.reserve(ordinals.size());
+  for (size_t i = 0; i < ordinals.size(); ++i) {
+    wanted_[ordinals[i]].push_back(static_cast<int>(i));
+  }
+  for (const SourceRegion& region : source.regions) {
+    if (region.arena == nullptr) continue;
+    regions_.emplace(region.data, &region);
+    if (!region.device_uuid.empty()) device_arenas_.insert(region.arena_id);
+  }
+}
+
+bool DirectPlanner::ReadsDevice(
+    const std::vector<v1::DirectCopies>& copies) const {
+  return std::any_of(
+      copies.begin(), copies.end(), [this](const v1::DirectCopies& part) {
+        return device_arenas_.contains(part.memory().arena().arena_id());
+      });
+}
+
+const SourceShard* DirectPlanner::FindShard(
+    const schedule::Piece& piece) const {
+  const auto found = shards_.find(piece.ordinal);
+  if (found == shards_.end()) return nullptr;
+  for (const SourceShard* shard : found->second) {
+    if (schedule::Contains(shard->box, piece.box)) return shard;
+  }
+  return nullptr;
+}
+
+const SourceRegion* DirectPlanner::FindRegion(const SourceShard& shard) const {
+  const auto after = regions_.upper_bound(shard.data);
+  if (after == regions_.begin()) return nullptr;
+  const SourceRegion* const region = std::prev(after)->second;
+  return shard.data < region->data + region->size_bytes ? region : nullptr;
+}
+
+absl::optional<std::vector<v1::DirectCopies>> DirectPlanner::Copies(
+    int32_t bucket) const {
   std::vector<v1::DirectCopies> result;
   for (const schedule::Piece& piece :
-       layout.plan.pieces(static_cast<uint32_t>(bucket))) {
-    const schedule::Param& param = layout.catalog.param(piece.ordinal);
+       layout_.plan.pieces(static_cast<uint32_t>(bucket))) {
+    const schedule::Param& param = layout_.catalog.param(piece.ordinal);
     const int64_t element_bytes = schedule::DTypeSize(param.dtype);
 
-    const SourceShard* shard = nullptr;
-    for (const SourceShard& candidate : source.shards) {
-      if (candidate.ordinal == piece.ordinal &&
-          schedule::Contains(candidate.box, piece.box)) {
-        shard = &candidate;
-        break;
-      }
-    }
+    const SourceShard* const shard = FindShard(piece);
     if (shard == nullptr || shard->cast != schedule::Cast::kNone) {
       return absl::nullopt;
     }
-    const SourceRegion* region = nullptr;
-    for (const SourceRegion& candidate : source.regions) {
-      if (candidate.arena != nullptr && shard->data >= candidate.data &&
-          shard->data < candidate.data + candidate.size_bytes) {
-        region = &candidate;
-        break;
-      }
-    }
-    if (region == nullptr || !Reaches(reachable, region->device_uuid))
+    const SourceRegion* const region = FindRegion(*shard);
+    if (region == nullptr || !Reaches(reachable_, region->device_uuid))
       return absl::nullopt;
 
     int wanted = -1;
     schedule::Box box;
     schedule::Dims strides;
-    for (int i = 0; i < tensors.size() && wanted < 0; ++i) {
-      if (ordinals[static_cast<size_t>(i)] !=
-          static_cast<int32_t>(piece.ordinal)) {
-        continue;
-      }
-      const v1::WantedTensor& tensor = tensors.Get(i);
+    const auto candidates = wanted_.find(static_cast<int32_t>(piece.ordinal));
+    if (candidates == wanted_.end()) return absl::nullopt;
+    for (const int i : candidates->second) {
+      const v1::WantedTensor& tensor = tensors_.Get(i);
       auto parsed =
           BoxFromProto(tensor.has_box(), tensor.box(), param.shape, param.name);
       if (!parsed.ok() || !schedule::Contains(*parsed, piece.box)) continue;
@@ -108,6 +125,7 @@ absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
       wanted = i;
       box = *std::move(parsed);
       strides = *std::move(said);
+      break;
     }
     if (wanted < 0 || !IsOneStretch(param, box, strides, element_bytes)) {
       return absl::nullopt;

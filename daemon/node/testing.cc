@@ -501,8 +501,11 @@ void TestSink::Begin(
     for (int32_t bucket : start.direct_candidates) {
       for (const auto& source : start.sources) {
         for (const auto& plan : plans_) {
-          auto copies = MakeDirectCopies(*start.layout, bucket, *source,
-                                         WantedBy(define_, plan.first));
+          const WantedTensors wanted = WantedBy(define_, plan.first);
+          const std::vector<int32_t> ordinals =
+              OrdinalsOf(*start.layout, wanted);
+          auto copies = DirectPlanner(*start.layout, *source, wanted, ordinals)
+                            .Copies(bucket);
           if (!copies.has_value()) continue;
           direct.insert(bucket);
           for (const v1::DirectCopies& from : *copies) {

@@ -1,8 +1,10 @@
 #include "daemon/service/worker_streams.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "daemon/node/convert.h"
@@ -93,47 +95,7 @@ void WorkerStreams::Begin(
         to.plan = *std::move(plan);
         to.ordinals = OrdinalsOf(*start.layout, worker.second);
       }
-      for (int32_t bucket : start.direct_candidates) {
-        if (!plans->status.ok()) break;
-        const int32_t rank =
-            start.layout->plan.bucket(static_cast<uint32_t>(bucket))
-                .source_rank;
-        std::map<uint64_t, std::vector<v1::DirectCopies>> copies;
-        bool all = true;
-        bool on_device = false;
-        for (const auto& worker : plans->tensors) {
-          bool wants = false;
-          for (int32_t b : BucketsOf(*plans->workers[worker.first].plan)) {
-            wants = wants || b == bucket;
-          }
-          if (!wants) continue;
-          for (const auto& source : start.sources) {
-            if (source->rank != rank) continue;
-            auto made =
-                MakeDirectCopies(*start.layout, bucket, *source, worker.second,
-                                 plans->reachable[worker.first]);
-            const auto& not_from = plans->unreadable[worker.first];
-            if (!made.has_value() ||
-                std::any_of(made->begin(), made->end(),
-                            [&not_from](const v1::DirectCopies& part) {
-                              return not_from.count(
-                                         part.memory().arena().arena_id()) > 0;
-                            })) {
-              continue;
-            }
-            on_device = on_device || ReadsDevice(*made, *source);
-            copies[worker.first] = *std::move(made);
-          }
-          all = all && copies.count(worker.first) > 0;
-        }
-        if (!all || copies.empty()) continue;
-        plans->direct.insert(bucket);
-        if (on_device) plans->on_device.insert(bucket);
-        for (auto& worker : copies) {
-          auto& to = plans->workers[worker.first].direct;
-          to.insert(to.end(), worker.second.begin(), worker.second.end());
-        }
-      }
+      if (plans->status.ok()) PlanDirect(start, plans.get());
       auto told = [this, update_id = start.update_id, plans,
                    started = std::move(started)]() mutable {
         Told(update_id, plans, std::move(started));
@@ -149,6 +111,58 @@ void WorkerStreams::Begin(
       });
     });
   });
+}
+
+void WorkerStreams::PlanDirect(const StreamStart& start, Plans* plans) {
+  struct Reader {
+    std::set<int32_t> wants;
+    std::map<int32_t, std::vector<DirectPlanner>> planners;  // by rank
+  };
+  std::map<uint64_t, Reader> readers;
+  for (const auto& worker : plans->tensors) {
+    Reader& reader = readers[worker.first];
+    const Plans::Worker& plan = plans->workers[worker.first];
+    const std::vector<int32_t> buckets = BucketsOf(*plan.plan);
+    reader.wants.insert(buckets.begin(), buckets.end());
+    for (const auto& source : start.sources) {
+      reader.planners[source->rank].emplace_back(
+          *start.layout, *source, worker.second, plan.ordinals,
+          plans->reachable[worker.first]);
+    }
+  }
+  for (int32_t bucket : start.direct_candidates) {
+    const int32_t rank =
+        start.layout->plan.bucket(static_cast<uint32_t>(bucket)).source_rank;
+    std::map<uint64_t, std::vector<v1::DirectCopies>> copies;
+    bool all = true;
+    bool on_device = false;
+    for (auto& worker : readers) {
+      if (worker.second.wants.count(bucket) == 0) continue;
+      const auto& not_from = plans->unreadable[worker.first];
+      for (const DirectPlanner& planner : worker.second.planners[rank]) {
+        auto made = planner.Copies(bucket);
+        if (!made.has_value() ||
+            std::any_of(made->begin(), made->end(),
+                        [&not_from](const v1::DirectCopies& part) {
+                          return not_from.count(
+                                     part.memory().arena().arena_id()) > 0;
+                        })) {
+          continue;
+        }
+        on_device = on_device || planner.ReadsDevice(*made);
+        copies[worker.first] = *std::move(made);
+      }
+      all = all && copies.count(worker.first) > 0;
+    }
+    if (!all || copies.empty()) continue;
+    plans->direct.insert(bucket);
+    if (on_device) plans->on_device.insert(bucket);
+    for (auto& worker : copies) {
+      auto& to = plans->workers[worker.first].direct;
+      std::move(worker.second.begin(), worker.second.end(),
+                std::back_inserter(to));
+    }
+  }
 }
 
 void WorkerStreams::DigestDevices(const StreamStart& start, Plans* plans) {
@@ -241,16 +255,19 @@ absl::Status WorkerStreams::Tell(uint64_t worker, const Stream& stream,
   apply->set_command_id(CommandOf(stream.start.update_id));
   apply->set_stream(true);
   *apply->mutable_timeout() = EncodeDuration(stream.start.bucket_timeout);
+  absl::flat_hash_set<std::string> arenas;
   for (const v1::DirectCopies& copies : what.direct) {
-    const std::string& arena_id = copies.memory().arena().arena_id();
-    for (const auto& source : stream.start.sources) {
-      for (const SourceRegion& region : source->regions) {
-        if (region.arena == nullptr || region.arena_id != arena_id) continue;
-        const absl::Status status = host_.OfferMemory(worker, region);
-        if (!status.ok()) return status;
-      }
-    }
+    arenas.insert(copies.memory().arena().arena_id());
     *apply->add_direct() = copies;
+  }
+  for (const auto& source : stream.start.sources) {
+    for (const SourceRegion& region : source->regions) {
+      if (region.arena == nullptr || !arenas.contains(region.arena_id)) {
+        continue;
+      }
+      const absl::Status status = host_.OfferMemory(worker, region);
+      if (!status.ok()) return status;
+    }
   }
   if (!what.direct.empty()) {
     for (int32_t ordinal : what.ordinals) apply->add_ordinals(ordinal);

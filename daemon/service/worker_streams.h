@@ -131,6 +131,8 @@ class WorkerStreams final : public StreamSink {
                const v1::SlotLocation& where, std::function<void()> taken);
   void Settle(Stream* stream);
   void WatchDirect(const std::string& update_id);
+  // Which of the candidates every worker that wants them copies straight.
+  static void PlanDirect(const StreamStart& start, Plans* plans);
   // The digests of the buckets that lie on GPUs; those that have none are not
   // read directly.
   void DigestDevices(const StreamStart& start, Plans* plans);
