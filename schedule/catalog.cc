@@ -12,7 +12,7 @@ namespace weightsync {
 namespace schedule {
 namespace {
 
-absl::Status CheckParam(const Param& param, int64_t* bytes) {
+absl::Status CheckBytes(const Param& param, int64_t* bytes) {
   if (param.name.empty()) {
     return InvalidPlan(kInvalidParameter,
                        "a parameter has an empty name; give every one a name");
@@ -59,6 +59,11 @@ absl::Status CheckParam(const Param& param, int64_t* bytes) {
 
 }  // namespace
 
+absl::Status CheckParam(const Param& param) {
+  int64_t bytes = 0;
+  return CheckBytes(param, &bytes);
+}
+
 absl::StatusOr<Catalog> Catalog::Create(std::vector<Param> params) {
   Catalog catalog;
   if (params.size() > std::numeric_limits<uint32_t>::max() - 1) {
@@ -66,12 +71,13 @@ absl::StatusOr<Catalog> Catalog::Create(std::vector<Param> params) {
                        "the catalog has too many parameters");
   }
   catalog.by_name_.reserve(params.size());
+  catalog.params_ = std::move(params);
   StableHash hash;
-  hash.Add(static_cast<uint64_t>(params.size()));
-  for (size_t i = 0; i < params.size(); ++i) {
-    const Param& param = params[i];
+  hash.Add(static_cast<uint64_t>(catalog.params_.size()));
+  for (size_t i = 0; i < catalog.params_.size(); ++i) {
+    const Param& param = catalog.params_[i];
     int64_t bytes = 0;
-    absl::Status ok = CheckParam(param, &bytes);
+    absl::Status ok = CheckBytes(param, &bytes);
     if (!ok.ok()) return ok;
     if (bytes > std::numeric_limits<int64_t>::max() - catalog.total_bytes_) {
       return InvalidPlan(
@@ -96,7 +102,6 @@ absl::StatusOr<Catalog> Catalog::Create(std::vector<Param> params) {
         absl::string_view(param.component.empty() ? "main" : param.component));
   }
   catalog.digest_ = hash.Finish();
-  catalog.params_ = std::move(params);
   return catalog;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/optional.h"
@@ -35,12 +36,18 @@ struct Param {
   int64_t Bytes() const { return Elements() * DTypeSize(dtype); }
 };
 
+// Whether a catalog could have it: the errors of Catalog::Create, but for
+// DUPLICATE_PARAMETER.
+absl::Status CheckParam(const Param& param);
+
 // Immutable after Create; safe to share between threads. Moves keep it valid;
 // plans that were made from it refer to it only by ordinal and digest.
 class Catalog {
  public:
   // An empty catalog.
   Catalog() = default;
+  Catalog(Catalog&&) = default;
+  Catalog& operator=(Catalog&&) = default;
 
   // INVALID_ARGUMENT, with the parameter's name first:
   //   INVALID_PARAMETER    no name, or more than kMaxDims dimensions
@@ -64,7 +71,9 @@ class Catalog {
 
  private:
   std::vector<Param> params_;
-  absl::flat_hash_map<std::string, uint32_t> by_name_;
+  // Names are those of params_, whose elements stay where they are when the
+  // vector is moved.
+  absl::flat_hash_map<absl::string_view, uint32_t> by_name_;
   int64_t total_bytes_ = 0;
   int64_t total_elements_ = 0;
   uint64_t digest_ = 0;

@@ -1,6 +1,7 @@
 #include "schedule/catalog.h"
 
 #include <limits>
+#include <utility>
 
 #include "gtest/gtest.h"
 #include "schedule/error.h"
@@ -119,6 +120,19 @@ TEST(CatalogTest, TotalBytesPastInt64AreRefused) {
 
 TEST(CatalogTest, TheLargestDimensionIsAccepted) {
   EXPECT_TRUE(Catalog::Create({MakeParam("max", {kMaxDimension})}).ok());
+}
+
+// Short names lie inside the parameters, not beside them.
+TEST(CatalogTest, FindsAfterItWasMoved) {
+  Catalog made = *Catalog::Create(
+      {MakeParam("w", {2}), MakeParam("a.name.that.is.not.short", {3})});
+  Catalog moved = std::move(made);
+  Catalog again;
+  again = std::move(moved);
+  EXPECT_EQ(again.Find("w"), absl::optional<uint32_t>(0));
+  EXPECT_EQ(again.Find("a.name.that.is.not.short"),
+            absl::optional<uint32_t>(1));
+  EXPECT_EQ(again.Find("b"), absl::nullopt);
 }
 
 }  // namespace

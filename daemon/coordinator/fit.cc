@@ -79,6 +79,19 @@ Fault FindHoldings(const std::vector<const v1::RankShards*>& ranks,
   return Fault();
 }
 
+bool AnyHeldOtherwise(const std::vector<const v1::RankShards*>& ranks) {
+  return std::any_of(
+      ranks.begin(), ranks.end(), [](const v1::RankShards* rank) {
+        return std::any_of(rank->shards().begin(), rank->shards().end(),
+                           [rank](const v1::ShardBox& shard) {
+                             return HeldOtherwise(
+                                        shard,
+                                        rank->parameters(shard.parameter())) !=
+                                    v1::DTYPE_UNSPECIFIED;
+                           });
+      });
+}
+
 std::string Describe(const v1::Parameter& parameter) {
   const schedule::Param param = ParamFromProto(parameter);
   return absl::StrCat(schedule::DTypeName(param.dtype), " ",
@@ -87,30 +100,32 @@ std::string Describe(const v1::Parameter& parameter) {
 
 }  // namespace
 
-Fault CheckShards(v1::RankShards* shards, int64_t* bytes) {
+Fault CheckShards(const v1::RankShards& shards, int64_t* bytes) {
   std::vector<schedule::Param> params;
-  for (const v1::Parameter& parameter : shards->parameters()) {
+  params.reserve(static_cast<size_t>(shards.parameters_size()));
+  for (const v1::Parameter& parameter : shards.parameters()) {
     params.push_back(ParamFromProto(parameter));
   }
-  const auto catalog = schedule::Catalog::Create(params);
+  const auto catalog = schedule::Catalog::Create(std::move(params));
   if (!catalog.ok()) return FromPlan(catalog.status());
   *bytes = 0;
-  for (const v1::ShardBox& shard : shards->shards()) {
+  for (const v1::ShardBox& shard : shards.shards()) {
     if (shard.parameter() < 0 ||
-        shard.parameter() >= shards->parameters_size()) {
+        shard.parameter() >= shards.parameters_size()) {
       return Fault(
           StatusCode::kInvalidArgument, "BOX_OUT_OF_RANGE",
-          absl::StrCat("rank ", shards->rank(), " names parameter number ",
-                       shard.parameter(), " of ", shards->parameters_size()));
+          absl::StrCat("rank ", shards.rank(), " names parameter number ",
+                       shard.parameter(), " of ", shards.parameters_size()));
     }
-    const schedule::Param& param = params[shard.parameter()];
+    const schedule::Param& param =
+        catalog->param(static_cast<uint32_t>(shard.parameter()));
     const auto box =
         BoxFromProto(shard.has_box(), shard.box(), param.shape, param.name);
     if (!box.ok()) return FromPlan(box.status());
     const auto held = ShardDType(shard.dtype(), param, *box);
     if (!held.ok()) {
       Fault fault = FromPlan(held.status());
-      absl::StrAppend(&fault.message, " (rank ", shards->rank(), ")");
+      absl::StrAppend(&fault.message, " (rank ", shards.rank(), ")");
       return fault;
     }
     *bytes += box->Volume() * schedule::DTypeSize(param.dtype);
@@ -155,62 +170,69 @@ Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh) {
 }
 
 Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
-                 FittedCatalog* fitted) {
+                 std::shared_ptr<const schedule::Catalog>* fitted) {
   absl::flat_hash_map<absl::string_view, Holding> holdings;
-  Fault fault = FindHoldings(ranks, &holdings);
-  if (!fault.ok()) return fault;
+  if (AnyHeldOtherwise(ranks)) {
+    Fault fault = FindHoldings(ranks, &holdings);
+    if (!fault.ok()) return fault;
+  }
   std::vector<schedule::Param> params;
-  fitted->parameters.clear();
-  absl::flat_hash_set<absl::string_view> seen;
-  for (const v1::RankShards* rank : ranks) {
-    for (const v1::Parameter& parameter : rank->parameters()) {
-      if (!seen.insert(parameter.name()).second) continue;
+  // Of each parameter that a rank says; names refer to what ranks said.
+  absl::flat_hash_map<absl::string_view, uint32_t> ordinals;
+  std::vector<std::vector<uint32_t>> of_rank(ranks.size());
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const auto count = static_cast<size_t>(ranks[r]->parameters_size());
+    of_rank[r].reserve(count);
+    if (r == 0) {
+      params.reserve(count);
+      ordinals.reserve(count);
+    }
+    for (const v1::Parameter& parameter : ranks[r]->parameters()) {
+      const auto known = ordinals.emplace(parameter.name(),
+                                          static_cast<uint32_t>(params.size()));
+      of_rank[r].push_back(known.first->second);
+      if (!known.second) continue;
       params.push_back(ParamFromProto(parameter));
-      fitted->parameters.push_back(parameter);
+      if (params.back().dtype != schedule::DType::kF8E4M3) continue;
       const auto holding = holdings.find(parameter.name());
-      if (params.back().dtype != schedule::DType::kF8E4M3 ||
-          holding == holdings.end() ||
+      if (holding == holdings.end() ||
           holding->second.dtype == v1::DTYPE_UNSPECIFIED) {
         continue;
       }
       auto scale = schedule::ScaleParam(params.back());
       if (!scale.ok()) return FromPlan(scale.status());
       if (holdings.contains(scale->name)) continue;
-      v1::Parameter added;
-      added.set_name(scale->name);
-      added.set_dtype(static_cast<v1::DType>(scale->dtype));
-      for (int64_t extent : scale->shape) added.add_shape(extent);
-      added.set_component(parameter.component());
-      fitted->parameters.push_back(std::move(added));
       params.push_back(*std::move(scale));
     }
   }
   auto catalog = schedule::Catalog::Create(std::move(params));
   if (!catalog.ok()) return FromPlan(catalog.status());
-  fitted->catalog =
-      std::make_shared<const schedule::Catalog>(*std::move(catalog));
 
   std::vector<schedule::SourceRank> sources;
-  for (const v1::RankShards* rank : ranks) {
+  sources.reserve(ranks.size());
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const v1::RankShards& rank = *ranks[r];
     std::vector<schedule::OrdinalBox> boxes;
-    for (const v1::ShardBox& shard : rank->shards()) {
-      const std::string& name = rank->parameters(shard.parameter()).name();
+    boxes.reserve(static_cast<size_t>(rank.shards_size()));
+    for (const v1::ShardBox& shard : rank.shards()) {
+      const v1::Parameter& parameter = rank.parameters(shard.parameter());
       schedule::OrdinalBox box;
-      box.ordinal = *fitted->catalog->Find(name);
-      box.box = *BoxFromProto(shard.has_box(), shard.box(),
-                              fitted->catalog->param(box.ordinal).shape, name);
-      box.dtype =
-          FromProto(HeldOtherwise(shard, rank->parameters(shard.parameter())));
+      box.ordinal = of_rank[r][static_cast<size_t>(shard.parameter())];
+      box.box =
+          *BoxFromProto(shard.has_box(), shard.box(),
+                        catalog->param(box.ordinal).shape, parameter.name());
+      box.dtype = FromProto(HeldOtherwise(shard, parameter));
       boxes.push_back(std::move(box));
     }
     schedule::SourceRank source;
-    source.rank = rank->rank();
+    source.rank = rank.rank();
     source.shards = schedule::MakeBoxList(std::move(boxes));
     sources.push_back(std::move(source));
   }
-  const auto partition =
-      schedule::SourcePartition::Create(*fitted->catalog, sources);
-  return partition.ok() ? Fault() : FromPlan(partition.status());
+  const auto partition = schedule::SourcePartition::Create(*catalog, sources);
+  if (!partition.ok()) return FromPlan(partition.status());
+  *fitted = std::make_shared<const schedule::Catalog>(*std::move(catalog));
+  return Fault();
 }
 
 Fault CheckTensors(const v1::RegisterWorker& registration, int64_t* bytes) {

@@ -23,7 +23,7 @@ namespace daemon {
 // BOX_OUT_OF_RANGE, DTYPE_MISMATCH (there is no cast from a shard to its
 // parameter, or the shard has parts of blocks). *bytes: of its shards, after
 // casts.
-Fault CheckShards(v1::RankShards* shards, int64_t* bytes);
+Fault CheckShards(const v1::RankShards& shards, int64_t* bytes);
 
 // Whether the two say the same of one parameter.
 bool SameParameter(const v1::Parameter& a, const v1::Parameter& b);
@@ -31,16 +31,12 @@ bool SameParameter(const v1::Parameter& a, const v1::Parameter& b);
 // CATALOG_MISMATCH: the two say different things of one parameter.
 Fault CheckAgreement(const v1::RankShards& known, const v1::RankShards& fresh);
 
-struct FittedCatalog {
-  std::shared_ptr<const schedule::Catalog> catalog;
-  std::vector<v1::Parameter> parameters;
-};
 // All ranks of a world, in order: SHARDS_OVERLAP, SHARDS_HOLE, SHAPE_INVALID
 // (the sum of all is too large), DTYPE_MISMATCH (some hold an F8_E4M3 parameter
 // as it is, and others as BF16). A parameter that is cast in blocks is followed
 // by that of its scales, unless a rank has one of that name.
 Fault FitCatalog(const std::vector<const v1::RankShards*>& ranks,
-                 FittedCatalog* fitted);
+                 std::shared_ptr<const schedule::Catalog>* fitted);
 
 // How a shard of `parameter` is held, as an OrdinalBox says it: unset where
 // that is as the parameter has it.

@@ -211,15 +211,14 @@ Fault Registry::RegisterShards(const v1::RankShards& shards,
   // A node that is back says again what it has, and so does a trainer at every
   // publish that names its tensors.
   if (rank->registered && SameShards(rank->shards, shards)) return Fault();
-  v1::RankShards checked = shards;
   int64_t bytes = 0;
-  Fault fault = CheckShards(&checked, &bytes);
-  if (fault.ok()) fault = CheckSaid(*model, checked);
+  Fault fault = CheckShards(shards, &bytes);
+  if (fault.ok()) fault = CheckSaid(*model, shards);
   if (!fault.ok()) return fault;
 
   const bool registered = rank->registered;
   if (registered) Unsay(*rank, model);
-  rank->shards = std::move(checked);
+  rank->shards = shards;
   rank->shard_bytes = bytes;
   rank->registered = true;
   Say(*rank, model);
@@ -255,14 +254,18 @@ Fault Registry::Fit(ModelEntry* model, std::vector<Refusal>* refusals) {
   if (!model->Publishable()) return Fault();
   std::vector<const v1::RankShards*> ranks;
   for (const auto& entry : model->ranks) ranks.push_back(&entry.second.shards);
-  FittedCatalog fitted;
+  std::shared_ptr<const schedule::Catalog> catalog;
   ++fits_;
-  Fault fault = FitCatalog(ranks, &fitted);
+  Fault fault = FitCatalog(ranks, &catalog);
   if (!fault.ok()) return fault;
   if (model->catalog == nullptr ||
-      model->catalog->digest() != fitted.catalog->digest()) {
-    model->catalog = std::move(fitted.catalog);
-    model->parameters = std::move(fitted.parameters);
+      model->catalog->digest() != catalog->digest()) {
+    model->catalog = std::move(catalog);
+    model->parameters.clear();
+    model->parameters.reserve(model->catalog->size());
+    for (const schedule::Param& param : model->catalog->params()) {
+      model->parameters.push_back(ToProto(param));
+    }
   }
   // Also where it is the same: some came while no trainer was whole, and were
   // not checked.

@@ -260,7 +260,7 @@ void Checkpoints::ReadCheckpoint(const v1::ReadCheckpoint& command) {
       auto parameters = ParametersOf(*headers);
       if (!parameters.ok()) return parameters.status();
       for (v1::Parameter& parameter : *parameters) {
-        absl::Status fits = CheckParameter(parameter);
+        absl::Status fits = CheckParameter(ParamFromProto(parameter));
         if (!fits.ok()) {
           return MakeError(absl::StatusCode::kFailedPrecondition,
                            "CHECKPOINT_MISMATCH", fits.message());

@@ -108,6 +108,15 @@ schedule::Param ParamFromProto(const v1::Parameter& parameter) {
   return param;
 }
 
+v1::Parameter ToProto(const schedule::Param& param) {
+  v1::Parameter parameter;
+  parameter.set_name(param.name);
+  parameter.set_dtype(static_cast<v1::DType>(param.dtype));
+  parameter.mutable_shape()->Add(param.shape.begin(), param.shape.end());
+  parameter.set_component(param.component);
+  return parameter;
+}
+
 absl::StatusOr<schedule::DType> ShardDType(v1::DType dtype,
                                            const schedule::Param& param,
                                            const schedule::Box& box) {
@@ -139,15 +148,16 @@ absl::StatusOr<schedule::DType> ShardDType(v1::DType dtype,
   return held;
 }
 
-absl::Status CheckParameter(const v1::Parameter& parameter) {
-  auto catalog = schedule::Catalog::Create({ParamFromProto(parameter)});
-  if (catalog.ok()) return absl::OkStatus();
-  const std::string reason = schedule::ReasonOf(catalog.status());
+absl::Status CheckParameter(const schedule::Param& param) {
+  const absl::Status status = schedule::CheckParam(param);
+  if (status.ok()) return status;
   absl::string_view ours = "SHAPE_INVALID";
-  if (reason == schedule::kUnknownDType) ours = "DTYPE_UNKNOWN";
-  if (parameter.name().empty()) ours = "NAME_INVALID";
+  if (schedule::ReasonOf(status) == schedule::kUnknownDType) {
+    ours = "DTYPE_UNKNOWN";
+  }
+  if (param.name.empty()) ours = "NAME_INVALID";
   return transport::MakeError(absl::StatusCode::kInvalidArgument, ours,
-                              catalog.status().message());
+                              status.message());
 }
 
 void ToProto(const transport::Digest& digest, v1::Digest* out) {

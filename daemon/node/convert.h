@@ -36,6 +36,7 @@ absl::StatusOr<schedule::Dims> StridesFromProto(
     absl::string_view parameter, int64_t* span);
 
 schedule::Param ParamFromProto(const v1::Parameter& parameter);
+v1::Parameter ToProto(const schedule::Param& param);
 
 // How the elements of a shard of `param` lie in its trainer's memory: `dtype`,
 // or as the parameter has them where that is unset. INVALID_ARGUMENT:
@@ -48,7 +49,7 @@ absl::StatusOr<schedule::DType> ShardDType(v1::DType dtype,
 // Judges one parameter as the catalog would. INVALID_ARGUMENT: DTYPE_UNKNOWN,
 // SHAPE_INVALID (an extent that is zero, negative or above 2^31, too many
 // dimensions, more bytes than 63 bits count), NAME_INVALID.
-absl::Status CheckParameter(const v1::Parameter& parameter);
+absl::Status CheckParameter(const schedule::Param& param);
 
 void ToProto(const transport::Digest& digest, v1::Digest* out);
 transport::Digest FromProto(const v1::Digest& digest);

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <set>
 
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/string_view.h"
+
 namespace weightsync {
 namespace daemon {
 
@@ -18,7 +21,8 @@ std::string Placement::DeviceOfShards(
     const transport::Memory& memory, const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards) {
   std::string device;
-  std::set<std::string> names;
+  absl::flat_hash_set<absl::string_view> names;
+  names.reserve(static_cast<size_t>(shards.size()));
   std::set<int32_t> looked_at;
   for (const v1::TensorShard& shard : shards) {
     if (!names.insert(shard.parameter().name()).second) return "";

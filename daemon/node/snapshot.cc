@@ -326,10 +326,11 @@ absl::Status CheckShardMemory(
     const std::vector<SourceRegion>& regions,
     const google::protobuf::RepeatedPtrField<v1::TensorShard>& shards) {
   for (const v1::TensorShard& shard : shards) {
-    absl::Status status = CheckParameter(shard.parameter());
+    const schedule::Param param = ParamFromProto(shard.parameter());
+    absl::Status status = CheckParameter(param);
     if (!status.ok()) return status;
     SourceShard out;
-    status = Resolve(ParamFromProto(shard.parameter()), regions, shard, &out);
+    status = Resolve(param, regions, shard, &out);
     if (!status.ok()) return status;
   }
   return absl::OkStatus();

@@ -79,10 +79,10 @@ grpc::ServerUnaryReactor* TrainerServiceImpl::RegisterShards(
   auto answer = std::make_shared<Answer<v1::RegisterShardsResponse>>(
       context, response, deadlines_.wait);
   grpc::ServerUnaryReactor* reactor = answer->reactor();
-  agent_->Post(
-      [agent = agent_, request = *request, answer = std::move(answer)] {
-        agent->trainers()->RegisterShards(request, answer);
-      });
+  // A large one, and gRPC keeps it until the answer is finished.
+  agent_->Post([agent = agent_, request, answer = std::move(answer)] {
+    agent->trainers()->RegisterShards(request, answer);
+  });
   return reactor;
 }
 

@@ -147,22 +147,28 @@ TrainerSessions::Resolve(const Session& session,
   if (!memory.ok()) return memory;
   registration->shards = request.shards();
   registration->bytes = ShardBytes(request);
+  return registration;
+}
 
-  v1::RankShards& report = registration->report;
-  report.set_model(session.identity.model());
-  report.set_rank(session.identity.rank());
-  report.set_session(session.session);
+void TrainerSessions::ReportShards(const Session& session,
+                                   const Registration& registration,
+                                   v1::RankShards* report) {
+  report->set_model(session.identity.model());
+  report->set_rank(session.identity.rank());
+  report->set_session(session.session);
   absl::flat_hash_map<absl::string_view, int> index;
-  for (const v1::TensorShard& shard : registration->shards) {
-    auto added =
-        index.emplace(shard.parameter().name(), report.parameters_size());
-    if (added.second) *report.add_parameters() = shard.parameter();
-    v1::ShardBox* box = report.add_shards();
+  index.reserve(static_cast<size_t>(registration.shards.size()));
+  report->mutable_parameters()->Reserve(registration.shards.size());
+  report->mutable_shards()->Reserve(registration.shards.size());
+  for (const v1::TensorShard& shard : registration.shards) {
+    const auto added =
+        index.emplace(shard.parameter().name(), report->parameters_size());
+    if (added.second) *report->add_parameters() = shard.parameter();
+    v1::ShardBox* box = report->add_shards();
     box->set_parameter(added.first->second);
     if (shard.has_box()) *box->mutable_box() = shard.box();
     box->set_dtype(shard.dtype());
   }
-  return registration;
 }
 
 }  // namespace daemon

@@ -167,7 +167,7 @@ void TrainerSessions::Announce() {
 void TrainerSessions::AnnounceShards(Session* session) {
   if (session->registration == nullptr) return;
   v1::NodeReport report;
-  *report.mutable_rank_shards() = session->registration->report;
+  ReportShards(*session, *session->registration, report.mutable_rank_shards());
   node_.link->Ask(
       std::move(report),
       [this, id = session->id](const absl::Status& status, const v1::Reply&) {
@@ -316,36 +316,35 @@ void TrainerSessions::AllocateArena(
 }
 
 void TrainerSessions::RegisterShards(
-    const v1::RegisterShardsRequest& request,
+    const v1::RegisterShardsRequest* request,
     std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer) {
-  const absl::StatusOr<Session*> found = FindByName(request.session());
+  const absl::StatusOr<Session*> found = FindByName(request->session());
   if (!found.ok()) {
     answer->Finish(found.status());
     return;
   }
-  const absl::Status status = CheckShards(request);
+  const absl::Status status = CheckShards(*request);
   if (!status.ok()) {
     answer->Finish(status);
     return;
   }
-  if (!HasDeviceMemory(request)) {
-    Register(*found, request, {}, std::move(answer));
+  if (!HasDeviceMemory(*request)) {
+    Register(*found, *request, {}, std::move(answer));
     return;
   }
   // A GPU's agent may have to start first.
   node_.copies->Run([this, id = (*found)->id, pid = (*found)->identity.pid(),
                      request, answer = std::move(answer)]() mutable {
     absl::StatusOr<DeviceRegions> devices =
-        OpenDeviceMemory(node_.devices, pid, request);
-    node_.loop->Post([this, id, request = std::move(request),
-                      devices = std::move(devices),
+        OpenDeviceMemory(node_.devices, pid, *request);
+    node_.loop->Post([this, id, request, devices = std::move(devices),
                       answer = std::move(answer)] {
       Session* session = Find(id);
       if (session == nullptr || !devices.ok()) {
         answer->Finish(devices.ok() ? SessionUnknown() : devices.status());
         return;
       }
-      Register(session, request, *devices, answer);
+      Register(session, *request, *devices, answer);
     });
   });
 }
@@ -378,7 +377,7 @@ void TrainerSessions::Register(
           return;
         }
         v1::NodeReport report;
-        *report.mutable_rank_shards() = registration->report;
+        ReportShards(*session, *registration, report.mutable_rank_shards());
         node_.link->Ask(std::move(report), [this, id, registration, answer](
                                                const absl::Status& status,
                                                const v1::Reply& reply) {

@@ -52,8 +52,9 @@ class TrainerSessions {
   // ---- Calls ----
   void AllocateArena(const v1::AllocateArenaRequest& request,
                      std::shared_ptr<Answer<v1::AllocateArenaResponse>> answer);
+  // `request` lives until the answer is finished.
   void RegisterShards(
-      const v1::RegisterShardsRequest& request,
+      const v1::RegisterShardsRequest* request,
       std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);
   void PublishVersion(
       const v1::PublishVersionRequest& request,
@@ -85,8 +86,6 @@ class TrainerSessions {
     std::vector<std::shared_ptr<const void>> memory;
     std::vector<SourceRegion> regions;
     google::protobuf::RepeatedPtrField<v1::TensorShard> shards;
-    // As the coordinator is told.
-    v1::RankShards report;
     int64_t bytes = 0;
     // Those of `memory` that device agents have open; and how workers may.
     std::vector<std::weak_ptr<const DeviceRegion>> devices;
@@ -130,6 +129,10 @@ class TrainerSessions {
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(
       const Session& session, const v1::RegisterShardsRequest& request,
       const DeviceRegions& devices);
+  // What the coordinator is told of it.
+  static void ReportShards(const Session& session,
+                           const Registration& registration,
+                           v1::RankShards* report);
   void Register(Session* session, const v1::RegisterShardsRequest& request,
                 const DeviceRegions& devices,
                 std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer);

@@ -1,6 +1,8 @@
 #include "daemon/service/validate.h"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
@@ -164,6 +166,54 @@ int64_t ScaleBytes(const v1::TensorShard& shard,
     bytes *= (elements + schedule::kScaleBlock - 1) / schedule::kScaleBlock;
   }
   return bytes;
+}
+
+bool Equal(const google::protobuf::RepeatedField<int64_t>& a,
+           const google::protobuf::RepeatedField<int64_t>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
+
+// A part of a parameter, as a client says it: null for all of it. Refers to the
+// message.
+struct NamedBox {
+  absl::string_view name;
+  const v1::Box* box;
+
+  friend bool operator==(const NamedBox& a, const NamedBox& b) {
+    if (a.name != b.name) return false;
+    if (a.box == nullptr || b.box == nullptr) return a.box == b.box;
+    return Equal(a.box->offset(), b.box->offset()) &&
+           Equal(a.box->extent(), b.box->extent());
+  }
+  template <typename H>
+  friend H AbslHashValue(H h, const NamedBox& box) {
+    h = H::combine(std::move(h), box.name, box.box != nullptr);
+    if (box.box == nullptr) return h;
+    for (const auto* list : {&box.box->offset(), &box.box->extent()}) {
+      h = H::combine(H::combine_contiguous(std::move(h), list->data(),
+                                           static_cast<size_t>(list->size())),
+                     list->size());
+    }
+    return h;
+  }
+};
+
+// The type in which the trainer holds a shard that was checked but for this.
+absl::StatusOr<v1::DType> HeldDType(const v1::TensorShard& shard,
+                                    const v1::Parameter& parameter,
+                                    const v1::Box* box) {
+  if (shard.dtype() == v1::DTYPE_UNSPECIFIED ||
+      shard.dtype() == parameter.dtype()) {
+    return parameter.dtype();
+  }
+  const schedule::Param param = ParamFromProto(parameter);
+  const auto held = ShardDType(
+      shard.dtype(), param,
+      *BoxFromProto(box != nullptr, shard.box(), param.shape, param.name));
+  if (!held.ok()) {
+    return Invalid(transport::ReasonOf(held.status()), held.status().message());
+  }
+  return shard.dtype();
 }
 
 absl::Status CheckReplicaNames(absl::string_view model,
@@ -342,7 +392,9 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request) {
     }
   }
   absl::flat_hash_map<absl::string_view, const v1::Parameter*> parameters;
-  absl::flat_hash_set<std::string> boxes;
+  absl::flat_hash_set<NamedBox> boxes;
+  parameters.reserve(static_cast<size_t>(request.shards_size()));
+  boxes.reserve(static_cast<size_t>(request.shards_size()));
   for (const v1::TensorShard& shard : request.shards()) {
     const v1::Parameter& parameter = shard.parameter();
     absl::Status status =
@@ -356,21 +408,16 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request) {
 
     const v1::Parameter* known =
         parameters.emplace(parameter.name(), &parameter).first->second;
-    if (known->dtype() != parameter.dtype() ||
-        List(known->shape()) != List(parameter.shape()) ||
-        known->component() != parameter.component()) {
+    if (known != &parameter && (known->dtype() != parameter.dtype() ||
+                                !Equal(known->shape(), parameter.shape()) ||
+                                known->component() != parameter.component())) {
       return Invalid(
           "CATALOG_MISMATCH",
           absl::StrCat(
               "parameter ", Quote(parameter.name()),
               " comes twice, with different types, shapes or components"));
     }
-    const std::string key = absl::StrCat(
-        parameter.name(), "\n",
-        box == nullptr
-            ? ""
-            : absl::StrCat(List(box->offset()), List(box->extent())));
-    if (!boxes.insert(key).second) {
+    if (!boxes.insert(NamedBox{parameter.name(), box}).second) {
       return Invalid(
           "DUPLICATE_NAME",
           absl::StrCat(
@@ -385,17 +432,10 @@ absl::Status CheckShards(const v1::RegisterShardsRequest& request) {
                                   request.regions_size()));
     }
     const int64_t size = request.regions(shard.region()).size_bytes();
-    const schedule::Param param = ParamFromProto(parameter);
-    const auto held = ShardDType(
-        shard.dtype(), param,
-        *BoxFromProto(box != nullptr, shard.box(), param.shape, param.name));
-    if (!held.ok()) {
-      return Invalid(transport::ReasonOf(held.status()),
-                     held.status().message());
-    }
+    const absl::StatusOr<v1::DType> held = HeldDType(shard, parameter, box);
+    if (!held.ok()) return held.status();
     const int64_t reach =
-        ReachBytes(static_cast<int>(schedule::DTypeSize(*held)),
-                   shard.strides(), ExtentOf(shard));
+        ReachBytes(BytesOf(*held), shard.strides(), ExtentOf(shard));
     if (shard.offset_bytes() < 0 || reach < 0 || shard.offset_bytes() > size ||
         reach > size - shard.offset_bytes()) {
       return Invalid(
