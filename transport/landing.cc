@@ -115,7 +115,8 @@ bool Landing::MarkReady(uint32_t frame, const Digest& digest) {
 absl::Status Landing::MarkAllReady() {
   std::vector<uint32_t> frames;
   for (uint32_t i = 0; i < frame_count_; ++i) {
-    if (IsReady(i)) continue;
+    // Several that are to send it do this at once, and share the work.
+    if (!Claim(i)) continue;
     frames.push_back(i);
     // Part by part: what is marked is on its way meanwhile.
     if (frames.size() < (on_device() ? kDigestFrames : 1)) continue;
@@ -129,7 +130,10 @@ absl::Status Landing::MarkAllReady() {
 absl::Status Landing::MarkReadyAsTheyAre(absl::Span<const uint32_t> frames) {
   if (frames.empty()) return absl::OkStatus();
   const absl::StatusOr<std::vector<Digest>> digests = ComputeDigests(frames);
-  if (!digests.ok()) return digests.status();
+  if (!digests.ok()) {
+    for (uint32_t frame : frames) Unclaim(frame);
+    return digests.status();
+  }
   for (size_t i = 0; i < frames.size(); ++i)
     MarkReady(frames[i], (*digests)[i]);
   return absl::OkStatus();

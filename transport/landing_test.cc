@@ -1,7 +1,9 @@
 #include "transport/landing.h"
 
+#include <atomic>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -178,6 +180,33 @@ TEST_F(LandingTest, FramesOfAGpuAreDigestedThere) {
             (std::vector<size_t>{Landing::kDigestFrames,
                                  kFrames - 1 - Landing::kDigestFrames}));
   EXPECT_TRUE(landing.frame_digest(299) == Gpu::DigestOf(299));
+}
+
+// One landing is sent to many at once, and each of their threads fills it.
+TEST_F(LandingTest, ThoseWhoFillItTogetherShareTheWork) {
+  class Counting final : public DigestMap {
+   public:
+    explicit Counting(std::shared_ptr<const DigestMap> map)
+        : map_(std::move(map)) {}
+    Digest Of(int64_t offset, absl::Span<const char> bytes) const override {
+      ++count;
+      return map_->Of(offset, bytes);
+    }
+    mutable std::atomic<int> count{0};
+
+   private:
+    const std::shared_ptr<const DigestMap> map_;
+  };
+  const auto counting = std::make_shared<Counting>(map_);
+  Landing landing(1, absl::MakeSpan(bytes_), counting);
+  std::vector<std::thread> fillers;
+  for (int i = 0; i < 8; ++i) {
+    fillers.emplace_back(
+        [&landing] { EXPECT_TRUE(landing.MarkAllReady().ok()); });
+  }
+  for (std::thread& filler : fillers) filler.join();
+  EXPECT_TRUE(landing.complete());
+  EXPECT_EQ(counting->count, static_cast<int>(landing.frame_count()));
 }
 
 TEST_F(LandingTest, OneReceiverAtATime) {
