@@ -69,31 +69,50 @@ absl::Status NoMemory(absl::string_view message, int error_number) {
                         "NO_MEMORY_FOR_ARENA", message, error_number);
 }
 
-// Faults a mapping in. Pages that cannot be had are left to the first touch.
-void WarmUp(char* map, int64_t bytes, bool write, int threads) {
+// errno, or 0.
+int Populate(char* from, int64_t length, bool write) {
+  while (true) {
+    if (madvise(from, static_cast<size_t>(length),
+                write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0) {
+      return 0;
+    }
+    if (errno != EINTR && errno != EAGAIN) break;
+  }
+  // A page that cannot be had would be a SIGBUS at its first touch.
+  if (errno != EINVAL) return errno;
+  // Before Linux 5.14. Adding nothing makes the page there without changing
+  // what another process may have stored.
+  for (int64_t at = 0; at < length; at += kPage) {
+    auto* byte = reinterpret_cast<std::atomic<char>*>(from + at);
+    if (write) {
+      byte->fetch_add(0, std::memory_order_relaxed);
+    } else {
+      byte->load(std::memory_order_relaxed);
+    }
+  }
+  return 0;
+}
+
+// Faults a mapping in. NO_MEMORY_FOR_ARENA: not all of its pages are to be had.
+absl::Status WarmUp(char* map, int64_t bytes, bool write, int threads) {
   const int64_t part =
       RoundUp(std::max<int64_t>(bytes / std::max(threads, 1), 1), kHugePage);
-  const auto populate = [=](int64_t from) {
-    const int64_t length = std::min(part, bytes - from);
-    if (madvise(map + from, length,
-                write ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0)
-      return;
-    // Before Linux 5.14. Adding nothing makes the page there without changing
-    // what another process may have stored.
-    for (int64_t at = 0; at < length; at += kPage) {
-      auto* byte = reinterpret_cast<std::atomic<char>*>(map + from + at);
-      if (write) {
-        byte->fetch_add(0, std::memory_order_relaxed);
-      } else {
-        byte->load(std::memory_order_relaxed);
-      }
-    }
+  std::atomic<int> failed{0};
+  const auto populate = [&, map, bytes, write](int64_t from) {
+    const int error = Populate(map + from, std::min(part, bytes - from), write);
+    if (error != 0) failed.store(error, std::memory_order_relaxed);
   };
   std::vector<std::thread> helpers;
   for (int64_t from = part; from < bytes; from += part)
     helpers.emplace_back(populate, from);
   populate(0);
   for (std::thread& helper : helpers) helper.join();
+  if (failed == 0) return absl::OkStatus();
+  return NoMemory(
+      absl::StrCat("the kernel does not give all pages of an arena of ", bytes,
+                   " bytes (a limit of overcommitted memory, perhaps, or "
+                   "pages that are broken)"),
+      failed);
 }
 
 }  // namespace
@@ -186,7 +205,9 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(
   arena->others_read_only_ = options.others_read_only;
 
   const absl::Time start = absl::Now();
-  WarmUp(arena->map_, file_bytes, /*write=*/true, options.warm_up_threads);
+  status =
+      WarmUp(arena->map_, file_bytes, /*write=*/true, options.warm_up_threads);
+  if (!status.ok()) return status;
   arena->warm_up_time_ = absl::Now() - start;
 
   Header* header = reinterpret_cast<Header*>(arena->map_);
@@ -263,7 +284,8 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Import(
   if (!status.ok()) return status;
   if (options.warm_up) {
     const absl::Time start = absl::Now();
-    WarmUp(arena->map_, file_bytes, arena->writable_, /*threads=*/1);
+    status = WarmUp(arena->map_, file_bytes, arena->writable_, /*threads=*/1);
+    if (!status.ok()) return status;
     arena->warm_up_time_ = absl::Now() - start;
   }
   arena->generation_slots_ = static_cast<int>(header.generation_slots);
