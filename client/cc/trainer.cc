@@ -24,6 +24,7 @@
 #include "transport/host/arena.h"
 #include "transport/host/foreign_memory.h"
 #include "transport/host/host_memory.h"
+#include "transport/host/pid_namespace.h"
 #include "transport/host/unique_fd.h"
 #include "weightsync/v1/admin.grpc.pb.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
@@ -298,6 +299,7 @@ class Trainer::Impl {
       identity->set_rank(options_.rank);
       identity->set_world_size(options_.world_size);
       identity->set_pid(getpid());
+      identity->set_pid_namespace(transport::PidNamespace());
       identity->set_protocol_version(kProtocolVersion);
       identity->set_client(ClientName(options_.client));
       return first;

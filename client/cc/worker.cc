@@ -26,6 +26,7 @@
 #include "glog/logging.h"
 #include "transport/copy.h"
 #include "transport/cuda/segment_control.h"
+#include "transport/host/pid_namespace.h"
 #include "weightsync/v1/replica.grpc.pb.h"
 
 namespace weightsync {
@@ -326,6 +327,7 @@ class Worker::Impl {
     worker->set_worker_index(options_.worker_index);
     worker->set_worker_count(options_.worker_count);
     worker->set_pid(getpid());
+    worker->set_pid_namespace(transport::PidNamespace());
     worker->set_protocol_version(kProtocolVersion);
     worker->set_client(ClientName(options_.client));
     worker->set_incarnation(options_.incarnation);

@@ -18,6 +18,7 @@
 #include "daemon/service/stream.h"
 #include "glog/logging.h"
 #include "proto/status.h"
+#include "transport/host/pid_namespace.h"
 
 namespace weightsync {
 namespace daemon {
@@ -71,12 +72,15 @@ struct Lease {
   }
 };
 
-// Has `ended` called on the loop when process `pid` ends; 0 for a client that
-// does not say.
+// Has `ended` called on the loop when process `pid` of that pid namespace (its
+// inode, or 0) ends; 0 for a client that does not say. Of another namespace the
+// number may be anybody's here: such a client has its stream and heartbeats.
 template <typename In, typename Out>
-void WatchProcess(const NodeContext& node, int pid, Lease<In, Out>* lease,
+void WatchProcess(const NodeContext& node, int pid, uint64_t pid_namespace,
+                  Lease<In, Out>* lease,
                   std::function<void(const absl::Status&)> ended) {
   if (pid <= 0) return;
+  if (pid_namespace != 0 && pid_namespace != transport::PidNamespace()) return;
   absl::StatusOr<ProcessWatcher::WatchId> watch = node.processes->Watch(
       pid, [loop = node.loop, pid, ended = std::move(ended)] {
         loop->Post([pid, ended] {

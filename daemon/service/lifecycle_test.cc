@@ -17,6 +17,8 @@
 #include "daemon/service/cluster_fixture.h"
 #include "google/protobuf/unknown_field_set.h"
 #include "grpcpp/generic/generic_stub.h"
+#include "transport/error.h"
+#include "transport/host/pid_namespace.h"
 
 namespace weightsync {
 namespace daemon {
@@ -269,6 +271,34 @@ TEST_F(LifecycleTest, ALeaseEndsWithItsProcess) {
   EXPECT_EQ(ErrorReason(status), "PROCESS_ENDED");
   StartTrainers({"a"}, 1);
   UpdateWorks(1);
+}
+
+// The main process of every container is number 1: here that is somebody else.
+TEST_F(LifecycleTest, APidOfAnotherNamespaceIsNobodysHere) {
+  StartNode("a");
+  pid_t process = 0;
+  char name[] = "sleep", time[] = "1000";
+  char* arguments[] = {name, time, nullptr};
+  ASSERT_EQ(
+      posix_spawnp(&process, "sleep", nullptr, nullptr, arguments, environ), 0);
+  RawTrainer here(Channel("a"), 0, 2);
+  here.set_pid(process, transport::PidNamespace());
+  ASSERT_TRUE(here.Open().ok());
+  auto offer = here.Allocate(4096);
+  ASSERT_TRUE(offer.ok()) << offer.status();
+  EXPECT_EQ(transport::ReasonOf(here.Map(*offer)), "TOKEN_OTHER_PROCESS");
+
+  RawTrainer elsewhere(Channel("a"), 1, 2);
+  elsewhere.set_pid(process, transport::PidNamespace() + 1);
+  ASSERT_TRUE(elsewhere.Open().ok());
+  offer = elsewhere.Allocate(4096);
+  ASSERT_TRUE(offer.ok()) << offer.status();
+  EXPECT_TRUE(elsewhere.Map(*offer).ok());
+
+  kill(process, SIGKILL);
+  waitpid(process, nullptr, 0);
+  EXPECT_EQ(ErrorReason(here.WaitClosed()), "PROCESS_ENDED");
+  EXPECT_TRUE(elsewhere.Allocate(4096).ok());
 }
 
 TEST_F(LifecycleTest, ATakenNodeNameIsRefusedAndTheFirstStays) {

@@ -128,6 +128,7 @@ absl::Status RawTrainer::Open() {
   identity->set_rank(rank_);
   identity->set_world_size(world_size_);
   identity->set_pid(pid_);
+  identity->set_pid_namespace(pid_namespace_);
   identity->set_protocol_version(1);
   identity->set_client("raw trainer");
   v1::TrainerEvent event;

@@ -73,7 +73,10 @@ class RawTrainer {
   ~RawTrainer();
 
   // Instead of this process. Before Open.
-  void set_pid(int pid) { pid_ = pid; }
+  void set_pid(int pid, uint64_t pid_namespace = 0) {
+    pid_ = pid;
+    pid_namespace_ = pid_namespace;
+  }
   // The first event, or how the stream ended.
   absl::Status Open();
   absl::StatusOr<v1::ArenaOffer> Allocate(int64_t bytes,
@@ -118,6 +121,7 @@ class RawTrainer {
   const int rank_, world_size_;
   const std::string model_;
   int pid_;
+  uint64_t pid_namespace_ = 0;
   std::unique_ptr<v1::TrainerService::Stub> stub_;
   grpc::ClientContext context_;
   std::unique_ptr<

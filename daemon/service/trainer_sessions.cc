@@ -113,7 +113,7 @@ void TrainerSessions::Name(Session* session,
   session->identity = identity;
   session->session = RandomId();
   by_name_[session->session] = id;
-  WatchProcess(node_, identity.pid(), session,
+  WatchProcess(node_, identity.pid(), identity.pid_namespace(), session,
                [this, id](const absl::Status& why) { End(id, why); });
   // While the coordinator is away, Announce claims it when it is back.
   if (node_.link->up()) Claim(session);
@@ -315,6 +315,19 @@ void TrainerSessions::AllocateArena(
       });
 }
 
+transport::cuda::ProcessIdentity TrainerSessions::ExporterOf(
+    const Session& session) {
+  const int64_t pid = session.identity.pid();
+  const uint64_t pid_namespace = session.identity.pid_namespace();
+  if (pid_namespace == 0 || pid_namespace == transport::PidNamespace()) {
+    return transport::cuda::IdentityOf(pid);
+  }
+  transport::cuda::ProcessIdentity exporter;
+  exporter.pid = pid;
+  exporter.pid_namespace = pid_namespace;
+  return exporter;
+}
+
 void TrainerSessions::RegisterShards(
     const v1::RegisterShardsRequest* request,
     std::shared_ptr<Answer<v1::RegisterShardsResponse>> answer) {
@@ -333,10 +346,10 @@ void TrainerSessions::RegisterShards(
     return;
   }
   // A GPU's agent may have to start first.
-  node_.copies->Run([this, id = (*found)->id, pid = (*found)->identity.pid(),
+  node_.copies->Run([this, id = (*found)->id, exporter = ExporterOf(**found),
                      request, answer = std::move(answer)]() mutable {
     absl::StatusOr<DeviceRegions> devices =
-        OpenDeviceMemory(node_.devices, pid, *request);
+        OpenDeviceMemory(node_.devices, exporter, *request);
     node_.loop->Post([this, id, request, devices = std::move(devices),
                       answer = std::move(answer)] {
       Session* session = Find(id);

@@ -27,6 +27,7 @@
 #include "daemon/service/device_memory.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "transport/cuda/handle.h"
 #include "transport/host/unique_fd.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
@@ -129,6 +130,8 @@ class TrainerSessions {
   absl::StatusOr<std::shared_ptr<Registration>> Resolve(
       const Session& session, const v1::RegisterShardsRequest& request,
       const DeviceRegions& devices);
+  // Who has exported what it registers of GPUs.
+  static transport::cuda::ProcessIdentity ExporterOf(const Session& session);
   // What the coordinator is told of it.
   static void ReportShards(const Session& session,
                            const Registration& registration,

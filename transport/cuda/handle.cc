@@ -1,7 +1,6 @@
 #include "transport/cuda/handle.h"
 
 #include <signal.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "transport/error.h"
+#include "transport/host/pid_namespace.h"
 
 namespace weightsync {
 namespace transport {
@@ -50,20 +50,13 @@ uint64_t StartTimeOf(int64_t pid) {
   return std::strtoull(field.c_str(), nullptr, 10);
 }
 
-uint64_t PidNamespace(const std::string& process) {
-  struct stat stat;
-  return ::stat(absl::StrCat("/proc/", process, "/ns/pid").c_str(), &stat) == 0
-             ? stat.st_ino
-             : 0;
-}
-
 }  // namespace
 
 ProcessIdentity ThisProcess() {
   ProcessIdentity process;
   process.pid = getpid();
   process.start_time = StartTimeOf(process.pid);
-  process.pid_namespace = PidNamespace("self");
+  process.pid_namespace = PidNamespace();
   return process;
 }
 
@@ -74,12 +67,12 @@ ProcessIdentity IdentityOf(int64_t pid) {
   if (process.start_time == 0) return process;
   process.pid_namespace = PidNamespace(absl::StrCat(pid));
   // Another user's, perhaps; it has this number here all the same.
-  if (process.pid_namespace == 0) process.pid_namespace = PidNamespace("self");
+  if (process.pid_namespace == 0) process.pid_namespace = PidNamespace();
   return process;
 }
 
 ProcessState StateOf(const ProcessIdentity& process) {
-  if (process.pid_namespace != PidNamespace("self"))
+  if (process.pid_namespace != PidNamespace())
     return ProcessState::kOtherNamespace;
   if (kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH)
     return ProcessState::kDead;
