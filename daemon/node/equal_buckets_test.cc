@@ -137,6 +137,42 @@ TEST(EqualBuckets, OfAnUpdateThatChangedOneOnlyThatOneTravels) {
   }
 }
 
+// What was whole when it came may not be when it is copied. It must not stand
+// in the way of every update to come.
+TEST(EqualBuckets, WhatWasDamagedInTheStoreTravelsAgain) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 13);
+  TestNode a("a"), b("b"), c("c");
+  const std::vector<TestNode*> nodes = {&a, &b, &c};
+  const auto layout = [&] { return *a.layouts().Find(define.layout_id()); };
+  for (int version = 1; version <= 3; ++version) {
+    if (version == 3) {
+      const auto rooms = b.store().Rooms("u2", {1});
+      ASSERT_TRUE(rooms.ok()) << rooms.status();
+      (*rooms)[0].data[17] ^= 4;
+    }
+    TestUpdate update(define, "u" + std::to_string(version), version, nodes);
+    update.Define();
+    update.Prepare();
+    for (TestNode* node : nodes) node->WaitPrepared();
+    ASSERT_TRUE(update.Snapshot(&a, model).ok());
+    update.Manifest();
+    update.Move();
+    for (TestNode* node : nodes) {
+      const auto verified = node->WaitVerified();
+      ASSERT_EQ(verified.failure().reason(), "")
+          << version << ": " << verified.failure().message();
+      if (version == 3 && node != &a) {
+        EXPECT_EQ(verified.received_bytes(),
+                  node == &b ? layout()->bucket_bytes(1) : 0);
+      }
+    }
+    update.ExpectWorkersEqual(model);
+    update.End(true);
+    for (TestNode* node : nodes) ASSERT_TRUE(ComesToHold(*node, version));
+  }
+}
+
 }  // namespace
 }  // namespace daemon
 }  // namespace weightsync

@@ -257,6 +257,52 @@ TEST(Fetch, OneThatFailedWhilePinnedCanBeBegunAnew) {
   EXPECT_TRUE(late.store().Holds("u", buckets));
 }
 
+// A holder is never told that a fetch has failed: only that it keeps what it
+// had. What it has pinned for one could never be evicted.
+TEST(Fetch, AHolderLetsGoOfWhatWasFetchedInVain) {
+  const v1::DefineLayout define = TwoReceivers();
+  const ModelBytes model(define, 1);
+  TestNode::Options options;
+  options.prepare_timeout = absl::Milliseconds(500);
+  TestNode a("a"), b("b", options), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  ASSERT_NO_FATAL_FAILURE(update.RunToVerified(model));
+  update.End(true);
+  ASSERT_TRUE(Eventually([&] { return b.store().HeldUpdates().size() == 1; }));
+  const std::vector<int32_t> buckets = AllBuckets(b, define);
+  const auto freed = [&] {
+    v1::DropUpdate drop;
+    drop.set_model("models/m");
+    drop.set_update_id("u");
+    b.mover().DropUpdate(drop);
+    return b.UsedBytes() == 0;
+  };
+  for (const bool moves : {true, false}) {
+    auto late = std::make_unique<TestNode>("late");
+    ASSERT_TRUE(late->layouts().Define(define).ok());
+    const auto fetch = update.FetchCommand(&b, late.get(), buckets);
+    for (TestNode* node : {&b, late.get()}) node->mover().PrepareUpdate(fetch);
+    for (TestNode* node : {&b, late.get()}) {
+      ASSERT_EQ(node->WaitPrepared().failure().reason(), "");
+    }
+    // The target dies: in the middle, or before anything moves.
+    if (moves) b.mover().MoveUpdate(update.MoveCommand(late.get()));
+    late = nullptr;
+    if (moves) {
+      EXPECT_NE(b.WaitVerified().failure().reason(), "");
+    }
+    // What the coordinator says then.
+    v1::EndUpdate end;
+    end.set_model("models/m");
+    end.set_update_id("u");
+    end.set_committed(true);
+    b.mover().EndUpdate(end);
+  }
+  // Nothing has it pinned any more.
+  EXPECT_TRUE(b.store().Has("u"));
+  EXPECT_TRUE(Eventually(freed));
+}
+
 TEST(Fetch, AHolderWithoutTheBytesSaysSo) {
   const v1::DefineLayout define = TwoReceivers();
   TestNode b("b"), late("late");

@@ -285,6 +285,51 @@ TEST(Mover, AnUpdateOverTheBudgetIsRefusedAndDisturbsNobody) {
   next.End(true);
 }
 
+// Who has sent everything on hears nothing while the last link of the chain
+// works through it, for longer than anything may stand still.
+TEST(Mover, ASlowEndOfAChainIsWaitedFor) {
+  FaultRules faults({Parse("kind=delay edge=b->c ms=250 count=0")});
+  TestNode::Options slow;
+  slow.faults = &faults;
+  const v1::DefineLayout define = ModelBuilder()
+                                      .SmallModel(4)
+                                      .FsdpRanks("a", 2)
+                                      .Worker("b")
+                                      .Worker("c")
+                                      .Build();
+  const ModelBytes model(define, 15);
+  TestNode a("a"), b("b", slow), c("c");
+  TestUpdate update(define, "u", 1, {&a, &b, &c});
+  update.Define();
+  update.Prepare();
+  for (TestNode* node : {&a, &b, &c}) {
+    ASSERT_EQ(node->WaitPrepared().failure().reason(), "");
+  }
+  const absl::Time start = absl::Now();
+  for (TestNode* node : {&a, &b, &c}) {
+    v1::MoveUpdate move = update.MoveCommand(node);
+    move.mutable_progress_timeout()->set_nanos(400000000);
+    node->mover().MoveUpdate(move);
+  }
+  ASSERT_TRUE(update.Snapshot(&a, model).ok());
+  update.Manifest();
+  for (TestNode* node : {&a, &b, &c}) {
+    EXPECT_EQ(node->WaitVerified().failure().reason(), "") << node->name();
+  }
+  // Otherwise it was no test.
+  EXPECT_GT(absl::Now() - start, absl::Milliseconds(800));
+  update.ExpectWorkersEqual(model);
+  update.End(true);
+  for (TestNode* node : {&a, &b, &c}) {
+    EXPECT_TRUE(
+        Eventually([&] { return !node->store().HeldUpdates().empty(); }));
+    for (const v1::NodeReport& report : node->TakeReports()) {
+      EXPECT_FALSE(report.update_verified().has_failure())
+          << node->name() << ": " << report.ShortDebugString();
+    }
+  }
+}
+
 TEST(Mover, AbortInTheMiddleFreesEverything) {
   // The link to b is slow: the update cannot end by itself.
   FaultRules faults({Parse("kind=delay edge=a->b ms=50 count=0")});

@@ -6,8 +6,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <sstream>
+#include <string>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -16,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "schedule/stable_hash.h"
 #include "transport/error.h"
+#include "transport/host/unique_fd.h"
 
 namespace weightsync {
 namespace daemon {
@@ -48,6 +48,22 @@ absl::Status WriteAll(int fd, absl::string_view text, const std::string& path) {
   return absl::OkStatus();
 }
 
+// errno, or 0.
+int ReadAll(const std::string& path, std::string* text) {
+  const transport::UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd.valid()) return errno;
+  char part[4096];
+  while (true) {
+    const ssize_t n = read(fd.get(), part, sizeof(part));
+    if (n == 0) return 0;
+    if (n > 0) {
+      text->append(part, static_cast<size_t>(n));
+    } else if (errno != EINTR) {
+      return errno;
+    }
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<NodeJournal>> NodeJournal::Open(
@@ -60,11 +76,20 @@ absl::StatusOr<std::unique_ptr<NodeJournal>> NodeJournal::Open(
 
 absl::Status NodeJournal::Read() {
   if (directory_.empty()) return absl::OkStatus();
-  std::ifstream file(path(), std::ios::binary);
-  if (!file.is_open()) return absl::OkStatus();
-  std::stringstream content;
-  content << file.rdbuf();
-  const std::string text = content.str();
+  std::string text;
+  const int error = ReadAll(path(), &text);
+  // A node's first start. Whatever else stands in the way says nothing about
+  // what was refused here.
+  if (error == ENOENT) return absl::OkStatus();
+  if (error != 0) {
+    return transport::MakeErrnoError(
+        absl::StatusCode::kFailedPrecondition, "NODE_JOURNAL_UNREADABLE",
+        absl::StrCat(path(),
+                     " cannot be read, and may say that updates were refused "
+                     "here: let this user read and write it, or restart this "
+                     "node's engines and remove it"),
+        error);
+  }
   auto damaged = [this](absl::string_view why) {
     return MakeError(
         absl::StatusCode::kDataLoss, "NODE_JOURNAL_DAMAGED",

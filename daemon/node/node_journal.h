@@ -40,6 +40,8 @@ class NodeJournal {
   // `directory` empty: nothing outlives the process, and nothing is written.
   //   DATA_LOSS (NODE_JOURNAL_DAMAGED): the file is not what was written; the
   //   sentence has its path.
+  //   FAILED_PRECONDITION (NODE_JOURNAL_UNREADABLE): there is one, and it
+  //   cannot be read.
   static absl::StatusOr<std::unique_ptr<NodeJournal>> Open(
       const std::string& directory);
 

@@ -70,6 +70,16 @@ TEST(NodeJournal, ADamagedFileIsRefusedByName) {
   }
 }
 
+// It may say that an update was refused here: only where there is none was
+// nothing.
+TEST(NodeJournal, OneThatCannotBeReadIsNotTakenForNone) {
+  const std::string directory = Directory();
+  ASSERT_TRUE(NodeJournal::Open(directory).ok());
+  ASSERT_EQ(mkdir((directory + "/node_journal").c_str(), 0700), 0);
+  EXPECT_EQ(ReasonOf(NodeJournal::Open(directory).status()),
+            "NODE_JOURNAL_UNREADABLE");
+}
+
 TEST(NodeJournal, AWriteThatFailsIsSaid) {
   const std::string directory = Directory();
   auto journal = NodeJournal::Open(directory);

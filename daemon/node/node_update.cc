@@ -188,17 +188,7 @@ void NodeUpdate::Drive() {
     LookAtFlows();
     LookAtEdges();
     LookAtBytes();
-    if (fetch_) {
-      // Nobody needs to end what was committed long ago.
-      absl::MutexLock lock(&mutex_);
-      if (round_->move && AllMoved() && (round_->verified || !receives_)) {
-        ended_ = true;
-        committed_ = true;
-        why_ = MakeError(absl::StatusCode::kAborted, "UPDATE_ENDED",
-                         "the fetch has ended");
-        break;
-      }
-    }
+    if (fetch_ && FetchEnded()) break;
     if (dry_ && round_->answered &&
         absl::Now() > round_->prepared_time + context_.prepare_timeout) {
       // Nobody ended it.
@@ -206,6 +196,31 @@ void NodeUpdate::Drive() {
     }
   }
   Finish();
+}
+
+bool NodeUpdate::FetchEnded() {
+  // Nobody ends what was committed long ago: of a holder the coordinator only
+  // says that it keeps what it had. The next attempt is another run; this one
+  // must not keep the update pinned until then, or for good.
+  absl::MutexLock lock(&mutex_);
+  const bool through =
+      round_->move && AllMoved() && (round_->verified || !receives_);
+  const bool refused = round_->answered && !round_->answer.ok();
+  const bool failed = round_->move && !round_->blamed.empty() &&
+                      std::all_of(round_->flows.begin(), round_->flows.end(),
+                                  [](const std::unique_ptr<FlowRun>& flow) {
+                                    return flow->done;
+                                  });
+  // By then the coordinator has given up on whoever it waited for.
+  const bool forgotten =
+      round_->answered && !round_->move &&
+      absl::Now() > round_->prepared_time + 2 * context_.prepare_timeout;
+  if (!through && !refused && !failed && !forgotten) return false;
+  ended_ = true;
+  committed_ = through;
+  why_ = MakeError(absl::StatusCode::kAborted, "UPDATE_ENDED",
+                   "the fetch has ended");
+  return true;
 }
 
 void NodeUpdate::StartRound(const v1::PrepareUpdate& command) {
@@ -359,7 +374,10 @@ bool NodeUpdate::AllMoved() {
 void NodeUpdate::LookAtBytes() {
   if (!round_->prepared || dry_) return;
   absl::Status lost = CheckNotLost();
-  if (!lost.ok()) ReportFailure(lost);
+  if (!lost.ok()) {
+    round_->unfit = true;
+    ReportFailure(lost);
+  }
   bool complete = true;
   bool has_manifest = false;
   bool moving = false;
@@ -421,12 +439,14 @@ void NodeUpdate::LookAtBytes() {
     }
   }
   if (!status.ok()) {
+    round_->unfit = true;
     ReportFailure(status);
     return;
   }
   absl::Status marked = context_.store->MarkWhole(update_id_, manifest);
   // A STREAM may have nothing in the store.
   if (!marked.ok() && !(absl::IsNotFound(marked) && landings.empty())) {
+    round_->unfit = true;
     ReportFailure(marked);
     return;
   }

@@ -183,6 +183,7 @@ class NodeUpdate {
     bool prepared = false;
     bool verified = false;
     bool loaded = false;  // what was read was reported
+    bool unfit = false;   // what is here is not what it should be: reported
     absl::Time prepared_time;
     std::set<std::string> blamed;
     // The answer to Prepare, and what came of the round, in order: each may be
@@ -203,6 +204,9 @@ class NodeUpdate {
 
   void Drive();
   void StartRound(const v1::PrepareUpdate& command);
+  // Whether nobody needs this fetch any more, or it has come to nothing; then
+  // it is ended.
+  bool FetchEnded() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status FillRound(Round* round);
   absl::Status FillStore(Round* round);
   absl::Status FillFlows(Round* round);
@@ -218,11 +222,17 @@ class NodeUpdate {
   bool PacksIntoSlot(const Round& round, int self, int32_t bucket) const;
   bool PassesOn(const Round& round, int32_t bucket) const;
   absl::Status MoveWhole(Round* round, FlowRun* flow, absl::Duration patience);
+  absl::Status AwaitChain(const Round& round, FlowRun* flow,
+                          absl::Duration patience) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status MoveLane(Round* round, FlowRun* flow, absl::Duration patience);
   absl::Status MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
                           absl::Duration patience);
   // Buckets that this node has in an older update need no bytes.
-  void FillFromBase(FlowRun* flow, absl::Duration patience);
+  void FillFromBase(const Round& round, FlowRun* flow, absl::Duration patience);
+  // A whole bucket, where `base` is found to have that digest; untouched
+  // otherwise.
+  void FillFrom(absl::Span<const char> base, const transport::Digest& digest,
+                transport::Landing* landing);
   absl::Status FillFromSource(int32_t bucket, transport::Landing* landing,
                               absl::Duration patience);
   // What was read of a rank's memory: the first word counts, another one is

@@ -340,7 +340,7 @@ void NodeUpdate::RunFlow(Round* round, FlowRun* flow) {
 
 absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
                                    absl::Duration patience) {
-  if (flow->self > 0 && !round->fetch) FillFromBase(flow, patience);
+  if (flow->self > 0 && !round->fetch) FillFromBase(*round, flow, patience);
   absl::Status status;
   for (const auto& landing : flow->landings) {
     // What it has already on a GPU, and is only to send on.
@@ -374,7 +374,27 @@ absl::Status NodeUpdate::MoveWhole(Round* round, FlowRun* flow,
       }
     }
   }
-  return flow->group->Wait(patience);
+  return AwaitChain(*round, flow, patience);
+}
+
+// A chain is as quick as its slowest link. Who has everything, and has sent it
+// on, hears nothing until those behind it are through: they watch what they
+// lack, the coordinator watches all, and a peer that is gone is noticed by its
+// silence.
+absl::Status NodeUpdate::AwaitChain(const Round& round, FlowRun* flow,
+                                    absl::Duration patience) {
+  while (true) {
+    const absl::Status status = flow->group->Wait(patience);
+    if (transport::ReasonOf(status) != "NO_PROGRESS") return status;
+    const transport::GroupProgress progress = flow->group->Progress();
+    bool waits = progress.ready_frames == progress.frame_count;
+    for (const transport::PeerProgress& peer : progress.peers) {
+      waits = waits && (peer.upstream || peer.queued_frames == 0);
+    }
+    if (!waits) return status;
+    absl::MutexLock lock(&mutex_);
+    if (round.closed || ended_) return status;
+  }
 }
 
 absl::Status NodeUpdate::MoveLane(Round* round, FlowRun* flow,
@@ -498,7 +518,8 @@ absl::Status NodeUpdate::MoveBucket(Round* round, FlowRun* flow, int32_t bucket,
 
 // ---- Bytes that are here already ----
 
-void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
+void NodeUpdate::FillFromBase(const Round& round, FlowRun* flow,
+                              absl::Duration patience) {
   if (!context_.store->ExpectsEqual(*layout_)) return;
   std::map<int32_t, transport::Digest> manifest;
   {
@@ -508,7 +529,6 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
     };
     mutex_.AwaitWithTimeout(absl::Condition(&told),
                             std::min(kBaseWait, patience / 4));
-    if (ended_) return;
     manifest = manifest_;
   }
   for (const auto& landing : flow->landings) {
@@ -518,22 +538,65 @@ void NodeUpdate::FillFromBase(FlowRun* flow, absl::Duration patience) {
     const int32_t bucket = static_cast<int32_t>(landing->bucket_id());
     auto said = manifest.find(bucket);
     if (said == manifest.end()) continue;
+    {
+      // Whoever closes a round waits for this.
+      absl::MutexLock lock(&mutex_);
+      if (round.closed || ended_) return;
+    }
     StorePin pin;
     const absl::Span<const char> base = context_.store->FindEqual(
         update_id_, *layout_, bucket, said->second, &pin);
     if (static_cast<int64_t>(base.size()) != landing->size()) continue;
-    {
-      // Before it is complete: what follows counts what has travelled.
-      absl::MutexLock lock(&mutex_);
-      from_base_bytes_ += landing->size();
-    }
-    for (uint32_t frame = 0; frame < landing->frame_count(); ++frame) {
-      if (!landing->Claim(frame)) continue;
-      const absl::Span<char> to = landing->frame(frame);
-      memcpy(to.data(), base.data() + frame * Landing::kFrameBytes, to.size());
-      landing->MarkReady(frame, landing->ComputeDigest(frame));
-    }
+    FillFrom(base, said->second, landing.get());
   }
+}
+
+void NodeUpdate::FillFrom(absl::Span<const char> base,
+                          const transport::Digest& digest, Landing* landing) {
+  std::vector<uint32_t> claimed;
+  claimed.reserve(landing->frame_count());
+  for (uint32_t frame = 0; frame < landing->frame_count(); ++frame) {
+    if (landing->Claim(frame)) claimed.push_back(frame);
+  }
+  absl::Status status;
+  transport::PackResult packed;
+  // Otherwise somebody has begun to fill it.
+  if (claimed.size() == landing->frame_count() && !claimed.empty()) {
+    std::vector<transport::PackPiece> pieces;
+    for (const schedule::Piece& piece :
+         layout_->plan.pieces(static_cast<uint32_t>(landing->bucket_id()))) {
+      if (piece.box.Volume() == 0) continue;
+      transport::PackPiece read;
+      read.offset = piece.offset;
+      read.copy = ReadPiece(*layout_, piece, base.data());
+      pieces.push_back(std::move(read));
+    }
+    transport::PackRequest request;
+    request.bucket = landing->frame(0).data();
+    request.bucket_bytes = landing->size();
+    request.frame_bytes = Landing::kFrameBytes;
+    request.pieces = pieces;
+    status = context_.memory->Pack(request, &packed);
+    if (status.ok() && packed.bucket == digest) {
+      {
+        // Before it is complete: what follows counts what has travelled.
+        absl::MutexLock lock(&mutex_);
+        from_base_bytes_ += landing->size();
+      }
+      for (uint32_t frame : claimed) {
+        landing->MarkReady(frame, packed.frames[frame]);
+      }
+      return;
+    }
+    // Memory that was damaged is not handed on for ever: it travels again.
+    LOG(WARNING) << "bucket " << landing->bucket_id() << " of update "
+                 << update_id_
+                 << " is not what an older update has, though its "
+                 << "digest was the same, and comes from the trainers: "
+                 << (status.ok() ? packed.bucket.ToString()
+                                 : status.ToString());
+  }
+  for (uint32_t frame : claimed) landing->Unclaim(frame);
 }
 
 }  // namespace daemon

@@ -14,15 +14,7 @@ namespace daemon {
 
 namespace {
 
-// The incoming update beside the installed one.
-constexpr int kLeastCopies = 2;
-
 using transport::MakeError;
-
-absl::Status NoStoreRoom(absl::string_view sentence) {
-  return MakeError(absl::StatusCode::kResourceExhausted, "NO_STORE_ROOM",
-                   sentence);
-}
 
 absl::Status UpdateUnknown(const std::string& update_id) {
   return MakeError(
@@ -43,11 +35,12 @@ absl::Status BucketUnknown(const std::string& update_id, int32_t bucket) {
                                 " of update ", update_id));
 }
 
-// Room for the rounding of buckets and pieces, which those who count tensor
-// bytes leave out.
-int64_t Slack(int64_t bytes) { return bytes / 256 + (int64_t{256} << 10); }
-
 }  // namespace
+
+absl::Status Store::NoStoreRoom(absl::string_view sentence) {
+  return MakeError(absl::StatusCode::kResourceExhausted, "NO_STORE_ROOM",
+                   sentence);
+}
 
 bool Store::Reaches(const Extent& extent,
                     const std::vector<std::string>& reachable) {
@@ -118,203 +111,20 @@ Store::Store(Options options, transport::Memory* memory, Observer* observer)
           absl::Hex(absl::Uniform<uint64_t>(absl::BitGen()), absl::kZeroPad16),
           "-")),
       memory_(memory),
-      observer_(observer) {}
+      observer_(observer),
+      unmapper_([this] { UnmapArenas(); }) {}
 
 Store::~Store() {
+  {
+    absl::MutexLock lock(&unmap_mutex_);
+    unmap_stopping_ = true;
+  }
+  unmapper_.join();
   absl::MutexLock lock(&mutex_);
   for (const auto& entry : entries_) {
     LOG_IF(DFATAL, entry.second.pins > 0)
         << "update " << entry.first << " is pinned while the store ends";
   }
-}
-
-void Store::RunDeferred() {
-  // notify_mutex_ first: a caller returns only after the events of everybody
-  // before it were told, so that an arena is known before anything names it.
-  absl::MutexLock notify(&notify_mutex_);
-  Deferred todo;
-  {
-    absl::MutexLock lock(&mutex_);
-    std::swap(todo, deferred_);
-  }
-  if (observer_ == nullptr) return;
-  for (const Deferred::Event& event : todo.events) {
-    switch (event.kind) {
-      case Deferred::Event::Kind::kAdded:
-        observer_->OnArenaAdded(event.arena_id);
-        break;
-      case Deferred::Event::Kind::kDropped:
-        observer_->OnArenaDropped(event.arena_id);
-        break;
-      case Deferred::Event::Kind::kEvicted:
-        observer_->OnUpdateEvicted(event.model, event.update_id);
-        break;
-    }
-  }
-}
-
-// ---- Room, ahead of time ----
-
-absl::Status Store::ReserveFor(const std::string& model, int64_t update_bytes) {
-  absl::Status status;
-  {
-    absl::MutexLock lock(&mutex_);
-    status = ReserveForLocked(model, update_bytes);
-  }
-  RunDeferred();
-  return status;
-}
-
-absl::Status Store::ReserveForLocked(const std::string& model,
-                                     int64_t update_bytes) {
-  if (update_bytes <= 0) return absl::OkStatus();
-  auto found = update_bytes_.find(model);
-  const int64_t before = found == update_bytes_.end() ? 0 : found->second;
-  if (update_bytes > before && options_.device_budget_bytes > 0) {
-    update_bytes_[model] = update_bytes;
-  } else if (update_bytes > before) {
-    const int64_t others = PromisedBytes(kLeastCopies) - kLeastCopies * before;
-    if (update_bytes > (options_.budget_bytes - others) / kLeastCopies) {
-      return NoStoreRoom(
-          absl::StrCat("one update of ", model, " takes ", update_bytes,
-                       " bytes on this node, and two must fit into the store; "
-                       "its budget is ",
-                       options_.budget_bytes, " bytes, of which ", others,
-                       " are promised to other models; raise "
-                       "--store_budget_bytes to at least ",
-                       others + kLeastCopies * update_bytes));
-    }
-    update_bytes_[model] = update_bytes;
-  }
-  if (options_.device_budget_bytes > 0) return absl::OkStatus();
-
-  const int copies = std::max(kLeastCopies, options_.keep_updates);
-  while (true) {
-    const int64_t goal = std::min(PromisedBytes(copies), options_.budget_bytes);
-    if (reserved_bytes_ >= goal) return absl::OkStatus();
-    if (growing_) {
-      auto grown = [this]()
-                       ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !growing_; };
-      mutex_.Await(absl::Condition(&grown));
-      continue;
-    }
-    // One arena for each update: it then lies in one piece. Slack comes out of
-    // what nobody was promised.
-    const int64_t spare =
-        std::max(int64_t{0}, options_.budget_bytes - PromisedBytes(copies)) /
-        (copies * static_cast<int64_t>(update_bytes_.size()));
-    const int64_t wanted = update_bytes_[model];
-    const int64_t bytes =
-        std::min(ArenaSpace::Aligned(wanted) + std::min(Slack(wanted), spare),
-                 options_.budget_bytes - reserved_bytes_);
-    absl::Status status = Grow(bytes);
-    if (!status.ok()) {
-      if (before == 0) {
-        update_bytes_.erase(model);
-      } else {
-        update_bytes_[model] = before;
-      }
-      DropFreeArenas(PromisedBytes(copies));
-      return status;
-    }
-  }
-}
-
-void Store::Forget(const std::string& model) {
-  {
-    absl::MutexLock lock(&mutex_);
-    update_bytes_.erase(model);
-    std::vector<std::string> ids;
-    for (const auto& entry : entries_) {
-      // Slots go with the flow that has them.
-      if (entry.second.model == model && entry.second.layout != nullptr) {
-        ids.push_back(entry.first);
-      }
-    }
-    for (const std::string& id : ids) DropLocked(id);
-    newest_.erase(model);
-    DropFreeArenas(
-        PromisedBytes(std::max(kLeastCopies, options_.keep_updates)));
-  }
-  RunDeferred();
-}
-
-absl::Status Store::Grow(int64_t bytes, const std::string& device) {
-  growing_ = true;
-  Reserved(device) += bytes;
-  const int losses = losses_[device];
-  const std::string id = absl::StrCat(arena_prefix_, next_arena_++);
-  mutex_.Unlock();
-
-  transport::AllocateOptions options;
-  options.name = id;
-  options.generation_slots = ArenaSpace::kGenerationSlots;
-  options.others_read_only = true;
-  options.device_uuid = device;
-  auto segment = memory_->Allocate(bytes, options);
-
-  mutex_.Lock();
-  growing_ = false;
-  Reserved(device) -= bytes;
-  if (!segment.ok()) return segment.status();
-  auto arena = std::make_unique<ArenaSpace>(id, *std::move(segment));
-  if (losses_[device] != losses) {
-    // Perhaps of the agent that has ended.
-    deferred_.arenas.push_back(std::move(arena));
-    return MakeError(absl::StatusCode::kUnavailable, "DEVICE_AGENT_LOST",
-                     absl::StrCat("the device agent of ", device,
-                                  " has ended while the store grew there"));
-  }
-  arenas_.push_back(std::move(arena));
-  Reserved(device) += arenas_.back()->capacity();
-  Deferred::Event event;
-  event.kind = Deferred::Event::Kind::kAdded;
-  event.arena_id = id;
-  deferred_.events.push_back(std::move(event));
-  return absl::OkStatus();
-}
-
-void Store::DropFreeArenas(int64_t keep_bytes) {
-  DropFreeArenas(keep_bytes, "");
-  std::vector<std::string> devices;
-  for (const auto& device : device_reserved_bytes_) {
-    devices.push_back(device.first);
-  }
-  for (const std::string& device : devices) DropFreeArenas(0, device);
-}
-
-void Store::DropFreeArenas(int64_t keep_bytes, const std::string& device) {
-  const auto named = [this](ArenaSpace* arena)
-                         ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
-                           for (const auto& entry : entries_) {
-                             if (entry.second.slots.count(arena) > 0)
-                               return true;
-                           }
-                           return false;
-                         };
-  for (size_t i = arenas_.size(); i-- > 0;) {
-    // One whose bytes went to a share of another arena still has its slot.
-    if (named(arenas_[i].get())) continue;
-    if (arenas_[i]->used() > 0 || arenas_[i]->lost() ||
-        arenas_[i]->device() != device ||
-        Reserved(device) - arenas_[i]->capacity() < keep_bytes) {
-      continue;
-    }
-    Reserved(device) -= arenas_[i]->capacity();
-    Deferred::Event event;
-    event.kind = Deferred::Event::Kind::kDropped;
-    event.arena_id = arenas_[i]->id();
-    deferred_.events.push_back(std::move(event));
-    deferred_.arenas.push_back(std::move(arenas_[i]));
-    arenas_.erase(arenas_.begin() + static_cast<std::ptrdiff_t>(i));
-  }
-}
-
-int64_t Store::PromisedBytes(int copies) const {
-  if (options_.device_budget_bytes > 0) return 0;
-  int64_t sum = 0;
-  for (const auto& model : update_bytes_) sum += copies * model.second;
-  return sum;
 }
 
 // ---- Updates ----
@@ -442,6 +252,16 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       needed += ArenaSpace::Aligned(entry->bucket_bytes(want.bucket));
     }
     const int64_t pinned = PinnedBytes(device);
+    if (needed > budget - pinned && sharing_ > 0) {
+      // What is compared with another is not in use: it makes way.
+      room_wanted_ = true;
+      const auto shared = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+        return sharing_ == 0;
+      };
+      if (mutex_.AwaitWithTimeout(absl::Condition(&shared), kSharePatience)) {
+        continue;
+      }
+    }
     if (needed > budget - pinned) {
       return NoStoreRoom(
           absl::StrCat(entry->Name(), " needs ", needed, " bytes; ", place,
@@ -593,134 +413,6 @@ absl::Status Store::Adopt(const std::string& update_id) {
   }
   RunDeferred();
   return status;
-}
-
-int64_t Store::ShareEqual(const std::string& update_id) {
-  // Compared without the lock: both updates are pinned meanwhile.
-  struct Pair {
-    int32_t bucket = 0;
-    std::string other;
-    const char* mine = nullptr;
-    const char* theirs = nullptr;
-    int64_t bytes = 0;
-  };
-  std::vector<Pair> pairs;
-  std::vector<StorePin> pins;
-  {
-    absl::MutexLock lock(&mutex_);
-    Entry* entry = Find(update_id);
-    if (entry == nullptr || entry->layout == nullptr || entry->pins > 0) {
-      return 0;
-    }
-    std::map<std::string, int> pinned;
-    for (const auto& mine : entry->buckets) {
-      const Extent& extent = mine.second;
-      if (!extent.whole || !extent.digest.has_value() ||
-          extent.arena == nullptr || !extent.arena->device().empty() ||
-          extent.share != nullptr) {
-        continue;
-      }
-      for (auto& other : entries_) {
-        Entry& base = other.second;
-        if (other.first == update_id || base.dropped ||
-            base.layout == nullptr || base.state != Entry::State::kCommitted ||
-            base.model != entry->model ||
-            base.layout->id != entry->layout->id) {
-          continue;
-        }
-        auto theirs = base.buckets.find(mine.first);
-        if (theirs == base.buckets.end() || !theirs->second.whole ||
-            theirs->second.arena == nullptr ||
-            !theirs->second.arena->device().empty() ||
-            !theirs->second.digest.has_value() ||
-            !(*theirs->second.digest == *extent.digest)) {
-          continue;
-        }
-        if (pinned[other.first]++ == 0) {
-          ++base.pins;
-          pins.push_back(StorePin(this, other.first));
-        }
-        pairs.push_back({mine.first, other.first, RoomOf(0, extent).data.data(),
-                         RoomOf(0, theirs->second).data.data(), extent.bytes});
-        break;
-      }
-    }
-    if (pairs.empty()) return 0;
-    ++entry->pins;
-    pins.push_back(StorePin(this, update_id));
-  }
-  int64_t freed = 0;
-  for (const Pair& pair : pairs) {
-    // A digest is no proof.
-    if (memcmp(pair.mine, pair.theirs, static_cast<size_t>(pair.bytes)) != 0) {
-      continue;
-    }
-    absl::MutexLock lock(&mutex_);
-    Entry& entry = entries_.at(update_id);
-    // Somebody reads it again.
-    if (entry.pins > 1) break;
-    Extent& mine = entry.buckets.at(pair.bucket);
-    Extent& theirs = entries_.at(pair.other).buckets.at(pair.bucket);
-    if (theirs.share == nullptr) {
-      absl::optional<int> slot = theirs.arena->TakeSlot();
-      // Out of slots: it stays twice.
-      if (!slot.has_value()) continue;
-      theirs.share = std::make_shared<Share>();
-      theirs.share->generation_slot = *slot;
-      theirs.share->updates = 1;
-    }
-    mine.arena->segment()->AdvanceGeneration(entry.slots.at(mine.arena));
-    FreeExtent(mine);
-    freed += ArenaSpace::Aligned(mine.bytes);
-    mine.arena = theirs.arena;
-    mine.offset = theirs.offset;
-    mine.share = theirs.share;
-    mine.by_share = true;
-    mine.borrowed = true;
-    ++mine.share->updates;
-  }
-  pins.clear();
-  return freed;
-}
-
-absl::Span<const char> Store::FindEqual(const std::string& update_id,
-                                        const NodeLayout& layout,
-                                        int32_t bucket,
-                                        const transport::Digest& digest,
-                                        StorePin* pin) {
-  absl::MutexLock lock(&mutex_);
-  for (auto& other : entries_) {
-    Entry& base = other.second;
-    if (other.first == update_id || base.dropped || base.layout == nullptr ||
-        base.state == Entry::State::kIncoming || base.model != layout.model ||
-        base.layout->id != layout.id) {
-      continue;
-    }
-    auto theirs = base.buckets.find(bucket);
-    if (theirs == base.buckets.end() || !theirs->second.whole ||
-        (theirs->second.arena != nullptr &&
-         !theirs->second.arena->device().empty()) ||
-        !theirs->second.digest.has_value() ||
-        !(*theirs->second.digest == digest)) {
-      continue;
-    }
-    ++base.pins;
-    *pin = StorePin(this, other.first);
-    return RoomOf(bucket, theirs->second).data;
-  }
-  return {};
-}
-
-bool Store::ExpectsEqual(const NodeLayout& layout) const {
-  absl::MutexLock lock(&mutex_);
-  auto newest = newest_.find(layout.model);
-  if (newest == newest_.end()) return false;
-  const Entry* entry = Find(newest->second);
-  if (entry == nullptr || entry->layout->id != layout.id) return false;
-  for (const auto& bucket : entry->buckets) {
-    if (bucket.second.by_share) return true;
-  }
-  return false;
 }
 
 void Store::Drop(const std::string& update_id, bool committed_too) {

@@ -43,9 +43,11 @@
 #define WEIGHTSYNC_DAEMON_NODE_STORE_H_
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -54,6 +56,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/optional.h"
 #include "absl/types/span.h"
 #include "daemon/node/arena_space.h"
@@ -384,8 +387,14 @@ class Store {
     std::string Name() const;
   };
 
-  // What is to be done once the lock is free: destroying mappings takes long,
-  // and observers may take locks of their own.
+  // The incoming update beside the installed one.
+  static constexpr int kLeastCopies = 2;
+  // For a bucket to be compared with that of another update.
+  static constexpr absl::Duration kSharePatience = absl::Seconds(10);
+  static absl::Status NoStoreRoom(absl::string_view sentence);
+
+  // What is to be done once the lock is free: observers may take locks of their
+  // own, and to destroy a mapping takes seconds (unmapper_ does that).
   struct Deferred {
     struct Event {
       enum class Kind { kAdded, kDropped, kEvicted };
@@ -400,6 +409,10 @@ class Store {
 
   void RunDeferred() ABSL_LOCKS_EXCLUDED(mutex_, notify_mutex_);
   void Unpin(const std::string& update_id);
+  // On unmapper_.
+  void UnmapArenas() ABSL_LOCKS_EXCLUDED(unmap_mutex_);
+  // Until what was given back before is.
+  void AwaitUnmapped() ABSL_LOCKS_EXCLUDED(unmap_mutex_);
 
   absl::Status ReserveForLocked(const std::string& model, int64_t update_bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -497,6 +510,17 @@ class Store {
   std::map<std::string, int64_t> update_bytes_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_slot_ ABSL_GUARDED_BY(mutex_) = 0;
   Deferred deferred_ ABSL_GUARDED_BY(mutex_);
+  // Calls of ShareEqual that have updates pinned; and whether they are to end.
+  int sharing_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool room_wanted_ ABSL_GUARDED_BY(mutex_) = false;
+
+  // Taken by itself, or under notify_mutex_.
+  absl::Mutex unmap_mutex_;
+  std::deque<std::unique_ptr<ArenaSpace>> unmapping_
+      ABSL_GUARDED_BY(unmap_mutex_);
+  bool unmap_busy_ ABSL_GUARDED_BY(unmap_mutex_) = false;
+  bool unmap_stopping_ ABSL_GUARDED_BY(unmap_mutex_) = false;
+  std::thread unmapper_;
 };
 
 }  // namespace daemon

@@ -1,8 +1,11 @@
 #include "daemon/node/store.h"
 
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/synchronization/notification.h"
 #include "daemon/node/testing.h"
 #include "gtest/gtest.h"
 #include "transport/error.h"
@@ -84,6 +87,106 @@ TEST_F(StoreTest, MemoryIsMadeAheadAndUsedAgain) {
   EXPECT_EQ(store().HeldUpdates()[0].update_id(), "u9");
   EXPECT_EQ(node_->evicted().size(), 8u);
   EXPECT_EQ(node_->evicted()[0], "u0");
+}
+
+// Memory whose pieces take as long to give back as the test likes.
+class SlowMemory final : public transport::Memory {
+ public:
+  explicit SlowMemory(transport::Memory* host) : host_(host) {}
+  ~SlowMemory() override { EXPECT_TRUE(given_back.HasBeenNotified()); }
+
+  transport::MemoryKind kind() const override { return host_->kind(); }
+  absl::StatusOr<std::unique_ptr<transport::Segment>> Allocate(
+      int64_t bytes, const transport::AllocateOptions& options) override {
+    auto made = host_->Allocate(bytes, options);
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<transport::Segment>(
+        std::make_unique<Slow>(this, *std::move(made)));
+  }
+  absl::StatusOr<transport::MemoryTicket> Export(
+      const transport::Segment& segment,
+      const transport::ExportOptions& options) override {
+    return host_->Export(segment, options);
+  }
+  void Withdraw(const transport::MemoryTicket& ticket) override {
+    host_->Withdraw(ticket);
+  }
+  absl::StatusOr<std::unique_ptr<transport::Segment>> Import(
+      const transport::MemoryTicket& ticket, absl::Duration timeout) override {
+    return host_->Import(ticket, timeout);
+  }
+  absl::Status Copy(absl::Span<const transport::CopyTask> tasks,
+                    const transport::CopyOptions& options,
+                    transport::Digest* digest) override {
+    return host_->Copy(tasks, options, digest);
+  }
+  absl::Status Pack(const transport::PackRequest& request,
+                    transport::PackResult* result) override {
+    return host_->Pack(request, result);
+  }
+  absl::Status Read(const char* from, absl::Span<char> to) override {
+    return host_->Read(from, to);
+  }
+  absl::Status Write(absl::Span<const char> from, char* to) override {
+    return host_->Write(from, to);
+  }
+
+  absl::Notification giving_back, go_on, given_back;
+
+ private:
+  class Slow final : public transport::Segment {
+   public:
+    Slow(SlowMemory* memory, std::unique_ptr<transport::Segment> base)
+        : memory_(memory), base_(std::move(base)) {}
+    ~Slow() override {
+      if (memory_->giving_back.HasBeenNotified()) return;
+      memory_->giving_back.Notify();
+      memory_->go_on.WaitForNotification();
+      memory_->given_back.Notify();
+    }
+    transport::MemoryKind kind() const override { return base_->kind(); }
+    char* data() const override { return base_->data(); }
+    int64_t bytes() const override { return base_->bytes(); }
+    bool writable() const override { return base_->writable(); }
+    int generation_slots() const override { return base_->generation_slots(); }
+    uint64_t Generation(int slot) const override {
+      return base_->Generation(slot);
+    }
+    uint64_t AdvanceGeneration(int slot) override {
+      return base_->AdvanceGeneration(slot);
+    }
+
+   private:
+    SlowMemory* const memory_;
+    const std::unique_ptr<transport::Segment> base_;
+  };
+
+  transport::Memory* const host_;
+};
+
+// To unmap hundreds of GB takes seconds: engines of other models that are to be
+// resumed do not wait for that, nor does the thread that lets go.
+TEST_F(StoreTest, MemoryThatIsGivenBackHoldsUpNobody) {
+  Make(8 << 20);
+  SlowMemory memory(&node_->memory());
+  Store::Options options;
+  options.budget_bytes = 8 << 20;
+  Store slow(options, &memory, nullptr);
+  ASSERT_TRUE(slow.ReserveFor("models/m", kUpdateBytes).ok());
+  const auto other = Layout("models/other");
+  const auto reserve = [&] {
+    return slow.Reserve("u", 1, other, {0, 1}).status();
+  };
+  ASSERT_TRUE(slow.ReserveFor("models/other", kUpdateBytes).ok());
+  ASSERT_TRUE(reserve().ok());
+  slow.Forget("models/m");
+  memory.giving_back.WaitForNotification();
+  // All of these tell of what has changed meanwhile.
+  { auto pin = slow.Pin("u"); }
+  EXPECT_TRUE(reserve().ok());
+  slow.Drop("u");
+  EXPECT_FALSE(memory.given_back.HasBeenNotified());
+  memory.go_on.Notify();
 }
 
 TEST_F(StoreTest, AReservationOverTheBudgetIsRefusedWithTheSums) {
