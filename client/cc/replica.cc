@@ -15,6 +15,7 @@
 #include "client/cc/wire_time.h"
 #include "client/cc/work_queue.h"
 #include "glog/logging.h"
+#include "transport/host/pid_namespace.h"
 #include "weightsync/v1/replica.grpc.pb.h"
 
 namespace weightsync {
@@ -95,6 +96,7 @@ class Replica::Impl {
     replica->set_replica(options_.replica);
     replica->set_worker_count(options_.worker_count);
     replica->set_pid(getpid());
+    replica->set_pid_namespace(transport::PidNamespace());
     replica->set_protocol_version(kProtocolVersion);
     replica->set_client(ClientName(options_.client));
     replica->set_incarnation(options_.incarnation);
@@ -108,15 +110,17 @@ class Replica::Impl {
   // On the queue's thread, as everything below.
   v1::ReplicaReport Execute(const v1::ReplicaCommand& command,
                             absl::Time arrived) {
-    const std::string& id = command.has_pause() ? command.pause().command_id()
-                                                : command.resume().command_id();
+    // Said again by a coordinator that did not hear the answer. The id alone
+    // does not show that: it is another's word, and a pause that is answered
+    // from memory is an engine that is written to while it generates.
+    const std::string said = command.SerializeAsString();
     for (const auto& [answered, report] : answers_) {
-      if (answered == id) return report;
+      if (answered == said) return report;
     }
     v1::ReplicaReport report = command.has_pause()
                                    ? Pause(command.pause(), arrived)
                                    : Resume(command.resume());
-    answers_.emplace_back(id, report);
+    answers_.emplace_back(said, report);
     if (answers_.size() > kRememberedAnswers) answers_.pop_front();
     return report;
   }
@@ -218,7 +222,7 @@ class Replica::Impl {
   mutable absl::Mutex mutex_;
   Engine engine_ ABSL_GUARDED_BY(mutex_);
 
-  // Of the queue's thread alone.
+  // Of the queue's thread alone. By the whole command.
   std::deque<std::pair<std::string, v1::ReplicaReport>> answers_;
   // What the engine was last told to run on.
   std::string running_update_;

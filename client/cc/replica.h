@@ -22,9 +22,9 @@
 //
 // A command that comes twice does nothing twice: an engine that is paused is
 // not paused again, one that runs on the same weights is not resumed again, and
-// a command that was answered gets the same answer. After a broken stream the
-// library registers again and says whether the engine stands paused; it stays
-// paused until the daemon says otherwise.
+// a command that is said again, word for word, gets the same answer. After a
+// broken stream the library registers again and says whether the engine stands
+// paused; it stays paused until the daemon says otherwise.
 //
 // Thread-safe. Two threads: one for the daemon, one for the hooks.
 #ifndef WEIGHTSYNC_CLIENT_CC_REPLICA_H_
@@ -80,7 +80,8 @@ struct ReplicaHooks {
   // After an error the engine counts as neither paused nor running: a pause or
   // a resume will follow, and its hook is called.
   std::function<absl::StatusOr<std::string>(const PauseRequest&)> on_pause;
-  // Generate again. After an error the engine counts as paused.
+  // Generate again. After an error the engine counts as neither paused nor
+  // running: a resume is tried again, and the next pause calls on_pause.
   std::function<absl::Status(const ResumeInfo&)> on_resume;
 };
 

@@ -198,6 +198,25 @@ TEST_F(ReplicaTest, ARepeatedCommandDoesNothingTwice) {
   EXPECT_EQ(Calls(), Strings({"pause u1", "resume u1 new"}));
 }
 
+// A daemon that was started anew counts from the beginning. What it says is
+// not what the one before has said, and a pause that is answered from memory
+// would be an engine that is written to while it generates.
+TEST_F(ReplicaTest, AnotherCommandOfAKnownIdIsDone) {
+  StartReplica();
+  auto stream = daemon_.AcceptReplica();
+  ASSERT_NE(stream, nullptr);
+  for (const std::string update : {"u1", "u2"}) {
+    SendPause(stream.get(), "1", update);
+    EXPECT_EQ(Answer(stream.get()).paused().detail(), "drained 3 requests");
+    EXPECT_TRUE(replica_->paused());
+    SendResume(stream.get(), "2", update, true);
+    EXPECT_FALSE(Answer(stream.get()).resumed().has_failure());
+    EXPECT_FALSE(replica_->paused());
+  }
+  EXPECT_EQ(Calls(), Strings({"pause u1", "resume u1 new", "pause u2",
+                              "resume u2 new"}));
+}
+
 TEST_F(ReplicaTest, AfterABrokenStreamItSaysThatItStandsPaused) {
   StartReplica();
   auto stream = daemon_.AcceptReplica();

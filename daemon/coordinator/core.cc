@@ -93,6 +93,8 @@ Actions CoordinatorCore::Start(absl::Time now) {
   fresh_ = journal_.cluster_id.empty();
   cluster_id_ = fresh_ ? options_.random_id() : journal_.cluster_id;
   term_ = journal_.term + 1;
+  command_prefix_ =
+      absl::StrCat(options_.random_id().substr(0, 12), ".", term_, ".");
   lost_evidence_ = journal_.lost_evidence;
   auto* started = Write()->mutable_started();
   started->set_cluster_id(cluster_id_);

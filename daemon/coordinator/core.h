@@ -451,6 +451,12 @@ class CoordinatorCore {
   const ReplicaTimeouts replica_timeouts_;
   JournalState journal_;  // requests are kept up to date, the rest is as found
   std::string cluster_id_;
+  // Of the ids of commands to replicas: of this life of this coordinator alone.
+  // A term does not do: one that has lost its journal counts from 1 again.
+  std::string command_prefix_;
+  // ReplicaRuns that were begun: each counts its commands from another number
+  // on, so that none of one replica has the number of another before it.
+  int64_t replica_runs_ = 0;
   int64_t term_ = 0;
   // The journal was empty at the start, and no update was committed since by a
   // cluster of several nodes: it may be one that was lost.

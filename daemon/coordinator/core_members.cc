@@ -69,6 +69,14 @@ void CoordinatorCore::LoseRank(const std::string& model, int32_t rank,
 
 // ---- Replicas and workers ----
 
+namespace {
+
+// So many commands a replica can be given before its numbers meet those of
+// another.
+constexpr int kCommandBits = 32;
+
+}  // namespace
+
 ReplicaRun* CoordinatorCore::EnterReplica(const std::string& model,
                                           const std::string& replica,
                                           const std::string& incarnation,
@@ -80,6 +88,9 @@ ReplicaRun* CoordinatorCore::EnterReplica(const std::string& model,
     std::deque<v1::ReplicaTimes> history = std::move(run.history);
     run = ReplicaRun();
     run.history = std::move(history);
+  }
+  if (run.name.empty()) {
+    run.machine.next_command = (++replica_runs_ << kCommandBits) + 1;
   }
   run.model = model;
   run.name = replica;

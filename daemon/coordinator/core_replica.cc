@@ -20,16 +20,15 @@ constexpr size_t kHistory = 32;
 }  // namespace
 
 std::string CoordinatorCore::CommandId(int64_t number) const {
-  return absl::StrCat(term_, ".", number);
+  return absl::StrCat(command_prefix_, number);
 }
 
 int64_t CoordinatorCore::CommandNumber(const std::string& command_id) const {
   if (command_id.empty()) return 0;
-  const std::string prefix = absl::StrCat(term_, ".");
   int64_t number = 0;
-  if (command_id.substr(0, prefix.size()) != prefix ||
-      !absl::SimpleAtoi(command_id.substr(prefix.size()), &number)) {
-    return -1;  // of an earlier term
+  if (!absl::StartsWith(command_id, command_prefix_) ||
+      !absl::SimpleAtoi(command_id.substr(command_prefix_.size()), &number)) {
+    return -1;  // of an earlier coordinator
   }
   return number;
 }

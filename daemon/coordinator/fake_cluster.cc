@@ -528,6 +528,8 @@ void FakeCluster::Answer(const std::string& name,
     case v1::NodeCommand::kPauseReplica: {
       const v1::PauseReplicaCommand& pause = command.pause_replica();
       FakeEngine& engine = engines[pause.replica()];
+      Tell(&engine, pause.pause().command_id(),
+           absl::StrCat("pause ", pause.pause().update_id()));
       engine.paused = true;
       engine.last_pause = pause;
       ++engine.pauses;
@@ -611,6 +613,8 @@ void FakeCluster::Answer(const std::string& name,
           ++violations;
         }
       }
+      Tell(&engine, resume.resume().command_id(),
+           absl::StrCat("resume ", resume.resume().update_id()));
       engine.paused = false;
       ++engine.resumes;
       engine.last_resume = resume.resume();
@@ -625,6 +629,12 @@ void FakeCluster::Answer(const std::string& name,
     default:
       return;
   }
+}
+
+void FakeCluster::Tell(FakeEngine* engine, const std::string& command_id,
+                       const std::string& what) {
+  const auto told = engine->told.emplace(command_id, what);
+  if (!told.second && told.first->second != what) ++violations;
 }
 
 void FakeCluster::Disconnect(const std::string& node) {

@@ -50,6 +50,9 @@ struct FakeEngine {
   bool fail_remove = false;
   bool isolation_hold = false;
   std::vector<std::string> refused_command_ids;
+  // What it was told under which id, in its whole life: a client answers a
+  // command that it knows from memory.
+  std::map<std::string, std::string> told;
   v1::PauseReplicaCommand last_pause;
   v1::ResumeReplica last_resume;
   // A worker whose memory is not what it says it is; -1: none.
@@ -139,11 +142,16 @@ class FakeCluster {
   // Commands that are lost with the process: dies when one begins with this.
   std::string crash_before;
   bool crashed = false;
+  // Weights that were written under a running engine, an engine that was
+  // resumed with a mixture, or an id of a command that was another's.
   int violations = 0;
   // What nodes say their cluster is; empty: the coordinator's.
   std::string remembered_cluster;
 
  private:
+  void Tell(FakeEngine* engine, const std::string& command_id,
+            const std::string& what);
+
   struct Node {
     std::string incarnation;
     std::string stream;

@@ -142,7 +142,8 @@ void ReplicaSessions::Heard(const ControlStream* stream,
     }
     control->named = true;
     control->registration = report.register_();
-    WatchProcess(node_, control->registration.pid(), control,
+    WatchProcess(node_, control->registration.pid(),
+                 control->registration.pid_namespace(), control,
                  [this, id](const absl::Status& why) { EndControl(id, why); });
     if (node_.link->up()) Join(control);
     return;
@@ -158,7 +159,8 @@ void ReplicaSessions::Heard(const ControlStream* stream,
     case v1::ReplicaReport::kPaused: {
       if (!report.paused().has_failure() && !IsNoPause(*control))
         control->registration.set_paused(true);
-      if (report.paused().command_id() == control->own_command_id) {
+      if (!control->own_command_id.empty() &&
+          report.paused().command_id() == control->own_command_id) {
         control->own_command_id.clear();
         return;
       }
@@ -176,7 +178,8 @@ void ReplicaSessions::Heard(const ControlStream* stream,
     case v1::ReplicaReport::kResumed: {
       if (!report.resumed().has_failure())
         control->registration.set_paused(false);
-      if (report.resumed().command_id() == control->own_command_id) {
+      if (!control->own_command_id.empty() &&
+          report.resumed().command_id() == control->own_command_id) {
         OwnResumeAnswered(control, report.resumed());
         return;
       }
@@ -357,7 +360,8 @@ void ReplicaSessions::Heard(const WorkerStream* stream,
     }
     worker->named = true;
     worker->registration = report.register_();
-    WatchProcess(node_, worker->registration.pid(), worker,
+    WatchProcess(node_, worker->registration.pid(),
+                 worker->registration.pid_namespace(), worker,
                  [this, id](const absl::Status& why) { EndWorker(id, why); });
     if (node_.link->up()) Join(worker);
     return;
