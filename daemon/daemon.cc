@@ -51,6 +51,9 @@ namespace {
 // Of each end of each edge over NCCL. The same on all nodes of a cluster.
 constexpr int64_t kNcclStagingBytes = 16 << 20;
 // Of --group=auto, after a communicator that could not be made.
+// A connection to the coordinator on which nothing came is asked; and is given
+// up when nothing comes for as long again.
+constexpr absl::Duration kConnectionPatience = absl::Seconds(5);
 constexpr absl::Duration kNcclRest = absl::Seconds(30);
 
 // Of one message: lists of the parameters of very large models.
@@ -123,6 +126,15 @@ grpc::ChannelArguments ChannelArguments() {
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
+  // What was cut off without a word is dialled again, and not only used again
+  // when TCP sends its next byte, minutes after the way is there again. Each
+  // side beats every second: nothing is pinged where all is well.
+  const int patience =
+      static_cast<int>(absl::ToInt64Milliseconds(kConnectionPatience));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, patience);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, patience);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   // Daemons of one process (tests) do not share a connection.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   return arguments;
@@ -247,6 +259,17 @@ absl::Status DaemonImpl::CheckOptions() {
   if (!options_.coordinator_address.empty()) {
     const absl::Status status = CheckDialled(options_.coordinator_address);
     if (!status.ok()) return status;
+    // It would join, and every update to or from it would fail.
+    if (data->loopback && !IsOnThisMachine(options_.coordinator_address)) {
+      return Invalid(
+          "ADDRESS_INVALID",
+          absl::StrCat("--data_address=", options_.data_address,
+                       " cannot be reached from other machines, and "
+                       "--coordinator_address=",
+                       options_.coordinator_address,
+                       " is on one: give the address of this machine by which "
+                       "the other nodes reach it"));
+    }
   }
 
   const int64_t available = transport::LookAtMemory().available_bytes();

@@ -55,7 +55,8 @@ DEFINE_string(coordinator_address, "",
               "coordinates itself.");
 DEFINE_string(
     data_address, "127.0.0.1",
-    "Address of this machine to which other nodes send weights: a numeric IP.");
+    "Address of this machine to which other nodes send weights: a numeric IP. "
+    "Needed where --coordinator_address is another machine.");
 DEFINE_string(data_port_range, "",
               "Ports for the traffic of --data_address, \"FIRST-LAST\". Empty: "
               "the kernel "

@@ -10,10 +10,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "grpcpp/server_context.h"
@@ -66,6 +70,14 @@ class Answer {
   absl::Time deadline() const { return deadline_; }
   bool finished() const { return finished_.load(std::memory_order_acquire); }
 
+  // Calls `cancelled` once when the caller has gone, or is cut off because this
+  // daemon ends: at once, if that was before. On a thread of gRPC, which it
+  // must not block. Whoever holds the answer finishes it all the same.
+  // REQUIRES: not finished.
+  void OnCancel(std::function<void()> cancelled) {
+    reactor_->SetOnCancel(std::move(cancelled));
+  }
+
   // The first call counts; says whether this was it.
   bool Finish(const absl::Status& status) {
     return FinishAs(ToGrpcStatus(status));
@@ -80,7 +92,31 @@ class Answer {
  private:
   class Reactor : public grpc::ServerUnaryReactor {
    public:
+    void SetOnCancel(std::function<void()> cancelled) {
+      {
+        absl::MutexLock lock(&mutex_);
+        if (!is_cancelled_) {
+          on_cancel_ = std::move(cancelled);
+          return;
+        }
+      }
+      cancelled();
+    }
+    void OnCancel() override {
+      std::function<void()> cancelled;
+      {
+        absl::MutexLock lock(&mutex_);
+        is_cancelled_ = true;
+        cancelled.swap(on_cancel_);
+      }
+      if (cancelled) cancelled();
+    }
     void OnDone() override { delete this; }
+
+   private:
+    absl::Mutex mutex_;
+    bool is_cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+    std::function<void()> on_cancel_ ABSL_GUARDED_BY(mutex_);
   };
 
   // Lives until OnDone, which comes after Finish.

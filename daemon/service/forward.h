@@ -80,6 +80,11 @@ void Forward(std::shared_ptr<Answer<Response>> answer, const Request& request,
   state->request = request;
   state->answer = std::move(answer);
   PrepareForward(state->answer->deadline() + grace, &state->context);
+  // Who has gone asks the coordinator for nothing any more, and a daemon that
+  // ends does not wait for its answer.
+  state->answer->OnCancel([weak = std::weak_ptr<State>(state)] {
+    if (const auto running = weak.lock()) running->context.TryCancel();
+  });
   call(&state->context, &state->request, state->answer->response(),
        [state, coordinator](grpc::Status status) {
          state->answer->FinishAs(ForwardedStatus(status, coordinator));

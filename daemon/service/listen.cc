@@ -136,6 +136,16 @@ absl::Status CheckApart(absl::Span<const ListenFlag> places) {
   return absl::OkStatus();
 }
 
+bool IsOnThisMachine(absl::string_view dialled) {
+  if (absl::StartsWith(dialled, "unix:")) return true;
+  absl::string_view host = dialled.substr(0, dialled.rfind(':'));
+  absl::ConsumePrefix(&host, "[");
+  absl::ConsumeSuffix(&host, "]");
+  if (absl::EqualsIgnoreCase(host, "localhost")) return true;
+  const auto address = Host(host);
+  return address.has_value() && address->loopback;
+}
+
 absl::Status CheckDialled(absl::string_view address) {
   absl::string_view rest = address;
   bool fine;

@@ -52,6 +52,10 @@ absl::Status CheckApart(absl::Span<const ListenFlag> places);
 // looked up.
 absl::Status CheckDialled(absl::string_view address);
 
+// Whether such an address is certainly one of this machine: a unix socket, a
+// loopback address or "localhost". Other names are not looked up.
+bool IsOnThisMachine(absl::string_view dialled);
+
 // FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines
 // can reach, unless it was allowed.
 absl::Status CheckReach(const HostPort& address, bool insecure,

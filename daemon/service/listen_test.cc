@@ -154,6 +154,17 @@ TEST(ListenTest, WhatCanBeDialled) {
   }
 }
 
+TEST(ListenTest, WhatIsCertainlyOnThisMachine) {
+  for (const char* here : {"unix:/run/a.sock", "localhost:7670",
+                           "127.0.0.1:7670", "127.8.0.1:1", "[::1]:7670"}) {
+    EXPECT_TRUE(IsOnThisMachine(here)) << here;
+  }
+  for (const char* there : {"10.0.0.4:7670", "trainer-0.jobs:7670",
+                            "[fd00::4]:7670", "127.example:1"}) {
+    EXPECT_FALSE(IsOnThisMachine(there)) << there;
+  }
+}
+
 TEST(ListenTest, ADirectoryHasOneOwner) {
   const std::string directory = TempDir() + "/a/b";
   ASSERT_TRUE(MakeDirectories(directory, 0700).ok());

@@ -90,7 +90,10 @@ void NodeLink::Dial() {
 
 void NodeLink::OnMessage(uint64_t attempt, v1::NodeCommand command) {
   if (attempt != attempt_ || stream_ == nullptr) return;
-  last_heard_ = heard_ = absl::Now();
+  last_heard_ = absl::Now();
+  // A welcome that cannot be followed is no news of a coordinator that this
+  // node follows.
+  if (welcomed_) heard_ = last_heard_;
   ReachFaultPoint(options_.fault_point, "node:command:", command);
   switch (command.command_case()) {
     case v1::NodeCommand::kWelcome: {
@@ -107,13 +110,14 @@ void NodeLink::OnMessage(uint64_t attempt, v1::NodeCommand command) {
                      DecodeDuration(welcome.heartbeat_timeout()));
       }
       welcomed_ = true;
-      backoff_ = options_.first_backoff;
       const absl::Status status = handler_->OnWelcome(welcome);
       if (!status.ok()) {
         LOG(ERROR) << "cannot follow the coordinator now: " << status;
         stream_->Cancel();
         return;
       }
+      backoff_ = options_.first_backoff;
+      heard_ = absl::Now();
       v1::NodeReport done;
       done.mutable_hello_done();
       Report(std::move(done));

@@ -550,6 +550,12 @@ def test_a_second_daemon_on_the_same_socket(running):
     assert "SOCKET_IN_USE" in said, said
 
 
+def test_an_address_for_data_that_no_other_machine_reaches(running):
+    code, said = start_daemon(running, "--coordinator_address=trainer-0.example:7670")
+    assert code != 0
+    assert "ADDRESS_INVALID" in said and "--data_address=127.0.0.1" in said, said
+
+
 @pytest.mark.parametrize(
     "flag",
     ["--bucket_bytes=0", "--bucket_bytes=-1", f"--bucket_bytes={1 << 50}"],
