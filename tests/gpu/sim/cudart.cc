@@ -270,6 +270,12 @@ __attribute__((destructor)) void Goodbye() {
 
 const TwinEntry* Twin(const std::string& name) {
   static const bool loaded = [] {
+    // Twins find RegisterTwin in this library, also where the program has it
+    // for itself alone (dlopen).
+    Dl_info here;
+    if (dladdr(reinterpret_cast<const void*>(&RegisterTwin), &here) == 0 ||
+        dlopen(here.dli_fname, RTLD_NOLOAD | RTLD_NOW | RTLD_GLOBAL) == nullptr)
+      Die("the simulated cudart does not find itself");
     for (const std::string& path : TwinLibraries()) {
       if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr)
         Die(std::string("GPU_SIM_KERNELS: ") + dlerror());
