@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -255,17 +254,10 @@ bool LiveMemory::IsPinned(const char* data, int64_t bytes) const {
 
 absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
                               const CopyOptions& options, Digest* digest) {
-  enum class Way { kHost, kEngines, kWithin, kThrough };
-  struct Route {
-    Way way = Way::kHost;
-    ProcessGpu* gpu = nullptr;
-    bool operator<(const Route& other) const {
-      return std::tie(way, gpu) < std::tie(other.way, other.gpu);
-    }
-  };
-  // Where each goes; what has nothing to do goes nowhere.
-  std::vector<std::pair<Route, const CopyTask*>> routed;
-  routed.reserve(tasks.size());
+  std::vector<CopyTask> here;
+  // By GPU, and whether it is within its memory, while nobody wants its SMs.
+  std::map<std::pair<ProcessGpu*, bool>, std::vector<CopyTask>> there;
+  std::vector<std::pair<ProcessGpu*, const CopyTask*>> through;
   for (const CopyTask& task : tasks) {
     const absl::Status status = task.Validate();
     if (!status.ok()) return status;
@@ -273,15 +265,14 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
     ProcessGpu* const from = GpuOf(task.src);
     ProcessGpu* const to = task.dst == nullptr ? nullptr : GpuOf(task.dst);
     if (from == nullptr && to == nullptr) {
-      routed.push_back({Route(), &task});
+      here.push_back(task);
       continue;
     }
     if (task.cast != CopyCast::kNone) {
       return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
                        "GPU memory is cast by the daemon's device agent alone");
     }
-    Route route;
-    route.gpu = to != nullptr ? to : from;
+    ProcessGpu* const gpu = to != nullptr ? to : from;
     bool pinned = true;
     if (to == nullptr && task.dst != nullptr) {
       int64_t extent = task.run_bytes;
@@ -292,53 +283,34 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
       pinned = IsPinned(task.src, task.src_extent());
     }
     if (digest != nullptr || !pinned) {
-      route.way = Way::kThrough;
-    } else if (task.dst == nullptr) {
-      continue;
-    } else {
+      through.emplace_back(gpu, &task);
+    } else if (task.dst != nullptr) {
       // What another GPU of this process has made need not be mapped on this
       // one, as what was opened is; a copy engine finds it all the same.
-      route.way = from == to && engine_ == Engine::kStands ? Way::kWithin
-                                                           : Way::kEngines;
+      const bool within = from == to && engine_ == Engine::kStands;
+      std::vector<CopyTask>& of_gpu = there[{gpu, within}];
+      // Mostly all of them, thousands, while an engine waits.
+      if (of_gpu.empty()) of_gpu.reserve(tasks.size());
+      of_gpu.push_back(task);
     }
-    routed.push_back({route, &task});
   }
-  // Most often there is one way for all, thousands of them: the pause that they
-  // are copied in has no time for a copy of the list.
-  const bool alike =
-      std::all_of(routed.begin(), routed.end(), [&routed](const auto& task) {
-        return !(task.first < routed[0].first) &&
-               !(routed[0].first < task.first);
-      });
-  std::map<Route, std::vector<CopyTask>> apart;
-  std::map<Route, absl::Span<const CopyTask>> groups;
-  if (alike && routed.size() == tasks.size() && !tasks.empty()) {
-    groups[routed[0].first] = tasks;
-  } else {
-    for (const auto& [route, task] : routed) apart[route].push_back(*task);
-    for (const auto& [route, some] : apart) groups[route] = some;
-  }
+  if (there.empty() && through.empty())
+    return host_->Copy(tasks, options, digest);
   Digest sum;
-  Digest* const digested = digest == nullptr ? nullptr : &sum;
-  for (const auto& [route, some] : groups) {
-    absl::Status status;
-    switch (route.way) {
-      case Way::kHost:
-        status = host_->Copy(some, options, digested);
-        break;
-      case Way::kEngines:
-        status = route.gpu->Copy(some, copy_timeout_);
-        break;
-      case Way::kWithin:
-        status = route.gpu->CopyWithin(some, copy_timeout_);
-        break;
-      case Way::kThrough:
-        for (const CopyTask& task : some) {
-          status = CopyThrough(route.gpu, task, options, digested);
-          if (!status.ok()) break;
-        }
-        break;
-    }
+  if (!here.empty()) {
+    const absl::Status status =
+        host_->Copy(here, options, digest == nullptr ? nullptr : &sum);
+    if (!status.ok()) return status;
+  }
+  for (const auto& [where, of_gpu] : there) {
+    const auto& [gpu, within] = where;
+    const absl::Status status = within ? gpu->CopyWithin(of_gpu, copy_timeout_)
+                                       : gpu->Copy(of_gpu, copy_timeout_);
+    if (!status.ok()) return status;
+  }
+  for (const auto& [gpu, task] : through) {
+    const absl::Status status =
+        CopyThrough(gpu, *task, options, digest == nullptr ? nullptr : &sum);
     if (!status.ok()) return status;
   }
   if (digest != nullptr) *digest += sum;

@@ -103,6 +103,10 @@ absl::Status ProcessCopier::MakeKernel(absl::Duration timeout) {
         "cudaEventCreateWithFlags");
     if (!status.ok()) return status;
   }
+  // The host's pages, too: there are tables of up to 4 MiB to be made.
+  made_.copies.resize(kCopyTableBytes / sizeof(DeviceCopy));
+  made_.units.resize(kCopyTableBytes / sizeof(DeviceUnit));
+  ClearMade();
   // Of no units. What the driver puts off until a first launch is done now, and
   // a GPU that does not run it is known now.
   const CopyLaunch nothing = {};
