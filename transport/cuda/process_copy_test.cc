@@ -229,6 +229,31 @@ TEST_F(ProcessCopyTest, WhatIsLargeAndContiguousGoesByACopyEngine) {
   EXPECT_TRUE(to.Read() == *to.plain());
 }
 
+// Its table is a command, too.
+TEST_F(ProcessCopyTest, AFewPiecesAreNotWorthALaunch) {
+  Buffer from(1 << 20, 1), to(1 << 20, 2);
+  const auto gpu = Gpu(from);
+  gpu->PrepareCopies(kTimeout);
+  // One piece, rows of a slice, a piece, and what would be 20 commands.
+  std::vector<CopyTask> tasks = Pieces(0, 3, from, to);
+  CopyTask turned = tasks[2];
+  tasks.pop_back();
+  absl::Status status;
+  EXPECT_EQ(Calls([&] { status = gpu->CopyWithin(tasks, kTimeout); }),
+            (Counts{{"cudaMemcpy2DAsync", 1}, {"cudaMemcpyAsync", 1}}));
+  ASSERT_TRUE(status.ok()) << status;
+  tasks.push_back(Pieces(4, 1, from, to)[0]);
+  EXPECT_EQ(Calls([&] { status = gpu->CopyWithin(tasks, kTimeout); }),
+            (Counts{{"cuLaunchKernel", 1}, {"cudaMemcpyAsync", 1}}));
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(Calls([&] { status = gpu->CopyWithin({turned}, kTimeout); }),
+            (Counts{{"cuLaunchKernel", 1}, {"cudaMemcpyAsync", 1}}));
+  ASSERT_TRUE(status.ok()) << status;
+  tasks.push_back(turned);
+  for (const CopyTask& task : tasks) CopyPlain(task, &from, &to);
+  EXPECT_TRUE(to.Read() == *to.plain());
+}
+
 TEST_F(ProcessCopyTest, NothingIsNoCommand) {
   Buffer from(1 << 20, 1), to(1 << 20, 2);
   const auto gpu = Gpu(from);
@@ -470,11 +495,10 @@ int Faulted() {
 int Wild() {
   Buffer from(1 << 20, 1), to(1 << 20, 2);
   const auto gpu = *ProcessGpu::Of(from.data());
-  CopyTask task;
-  task.src = from.data() + from.bytes() - 10;
-  task.dst = to.data();
-  task.run_bytes = 3 << 20;
-  CHILD_EXPECT(ReasonOf(gpu->CopyWithin({task}, kTimeout)) == "DEVICE_FAULT");
+  std::vector<CopyTask> tasks = Pieces(0, 3, from, to);
+  tasks[0].src = from.data() + from.bytes() - 10;
+  tasks[0].run_bytes = 3 << 20;
+  CHILD_EXPECT(ReasonOf(gpu->CopyWithin(tasks, kTimeout)) == "DEVICE_FAULT");
   return 0;
 }
 
