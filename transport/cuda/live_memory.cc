@@ -149,8 +149,10 @@ LiveMemory::~LiveMemory() {
 absl::Status LiveMemory::AddRange(const void* data, int64_t bytes) {
   const absl::StatusOr<std::shared_ptr<ProcessGpu>> gpu = ProcessGpu::Of(data);
   if (!gpu.ok()) return gpu.status();
-  if (std::find(gpus_.begin(), gpus_.end(), *gpu) == gpus_.end())
+  if (std::find(gpus_.begin(), gpus_.end(), *gpu) == gpus_.end()) {
     gpus_.push_back(*gpu);
+    if (engine_ == Engine::kStands) (*gpu)->PrepareCopies(copy_timeout_);
+  }
   // Tied tensors lie in one another: what touches becomes one range.
   const char* begin = static_cast<const char*>(data);
   const char* end = begin + bytes;
@@ -253,7 +255,8 @@ bool LiveMemory::IsPinned(const char* data, int64_t bytes) const {
 absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
                               const CopyOptions& options, Digest* digest) {
   std::vector<CopyTask> here;
-  std::map<ProcessGpu*, std::vector<CopyTask>> there;
+  // By GPU, and whether it is within its memory, while nobody wants its SMs.
+  std::map<std::pair<ProcessGpu*, bool>, std::vector<CopyTask>> there;
   std::vector<std::pair<ProcessGpu*, const CopyTask*>> through;
   for (const CopyTask& task : tasks) {
     const absl::Status status = task.Validate();
@@ -282,7 +285,13 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
     if (digest != nullptr || !pinned) {
       through.emplace_back(gpu, &task);
     } else if (task.dst != nullptr) {
-      there[gpu].push_back(task);
+      // What another GPU of this process has made need not be mapped on this
+      // one, as what was opened is; a copy engine finds it all the same.
+      const bool within = from == to && engine_ == Engine::kStands;
+      std::vector<CopyTask>& of_gpu = there[{gpu, within}];
+      // Mostly all of them, thousands, while an engine waits.
+      if (of_gpu.empty()) of_gpu.reserve(tasks.size());
+      of_gpu.push_back(task);
     }
   }
   if (there.empty() && through.empty())
@@ -293,8 +302,10 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
         host_->Copy(here, options, digest == nullptr ? nullptr : &sum);
     if (!status.ok()) return status;
   }
-  for (const auto& [gpu, of_gpu] : there) {
-    const absl::Status status = gpu->Copy(of_gpu, copy_timeout_);
+  for (const auto& [where, of_gpu] : there) {
+    const auto& [gpu, within] = where;
+    const absl::Status status = within ? gpu->CopyWithin(of_gpu, copy_timeout_)
+                                       : gpu->Copy(of_gpu, copy_timeout_);
     if (!status.ok()) return status;
   }
   for (const auto& [gpu, task] : through) {

@@ -23,22 +23,28 @@ namespace cuda {
 // Host memory, and of GPUs those ranges that were said. What is imported is
 // pinned, once, where there is a GPU; memory of the daemon or of a trainer on a
 // GPU of this process is opened by CUDA IPC, or used as it is where this
-// process made it. Copies to a GPU go by its copy engines. What wants a digest
-// as well, and what is only read for its digest, goes through a pinned buffer,
-// as the digest is computed by the CPU; and so does what goes to or from host
-// memory that is not pinned, which would otherwise hold its thread up in the
-// runtime without a deadline.
+// process made it. Copies between a GPU and the host go by its copy engines;
+// within a GPU by these and a kernel (ProcessGpu::CopyWithin), unless the
+// engine runs meanwhile. What wants a digest as well, and what is only read for
+// its digest, goes through a pinned buffer, as the digest is computed by the
+// CPU; and so does what goes to or from host memory that is not pinned, which
+// would otherwise hold its thread up in the runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {
  public:
+  // What the engine does while its weights are copied. One that swaps sets of
+  // them (WorkerOptions::swap) goes on, and its GPU has no SMs for copies.
+  enum class Engine { kStands, kRuns };
+
   // `host` outlives this; so do segments and this GPU ranges.
-  explicit LiveMemory(Memory* host,
+  explicit LiveMemory(Memory* host, Engine engine = Engine::kStands,
                       absl::Duration copy_timeout = absl::Seconds(60))
-      : host_(host), copy_timeout_(copy_timeout) {}
+      : host_(host), engine_(engine), copy_timeout_(copy_timeout) {}
   ~LiveMemory() override;
 
-  // [data, data + bytes) is GPU memory of this process. The errors of
+  // [data, data + bytes) is GPU memory of this process. May hold its GPU up, so
+  // that no copy does (ProcessGpu::PrepareCopies). The errors of
   // ProcessGpu::Of.
   absl::Status AddRange(const void* data, int64_t bytes);
 
@@ -97,6 +103,7 @@ class LiveMemory final : public Memory {
                            const CopyOptions& options, Digest* digest);
 
   Memory* const host_;
+  const Engine engine_;
   const absl::Duration copy_timeout_;
   // By address; not overlapping.
   std::map<const char*, Range> ranges_;
