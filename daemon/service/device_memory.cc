@@ -88,7 +88,8 @@ bool HasDeviceMemory(const v1::RegisterShardsRequest& request) {
 }
 
 absl::StatusOr<std::vector<OpenedRegion>> OpenDeviceMemory(
-    transport::cuda::AgentMemory* devices, pid_t pid,
+    transport::cuda::AgentMemory* devices,
+    const transport::cuda::ProcessIdentity& exporter,
     const v1::RegisterShardsRequest& request) {
   if (devices == nullptr) {
     return ErrorStatus(
@@ -97,8 +98,6 @@ absl::StatusOr<std::vector<OpenedRegion>> OpenDeviceMemory(
         "memory: start it so, or keep the tensors in an arena (AllocateArena) "
         "or in POSIX shared memory");
   }
-  const transport::cuda::ProcessIdentity exporter =
-      transport::cuda::IdentityOf(pid);
   std::vector<OpenedRegion> opened(static_cast<size_t>(request.regions_size()));
   for (int i = 0; i < request.regions_size(); ++i) {
     if (!request.regions(i).memory().has_cuda_ipc()) continue;

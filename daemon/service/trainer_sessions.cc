@@ -115,6 +115,7 @@ void TrainerSessions::Name(Session* session,
   by_name_[session->session] = id;
   WatchProcess(node_, identity.pid(), session,
                [this, id](const absl::Status& why) { End(id, why); });
+  session->exporter = transport::cuda::IdentityOf(identity.pid());
   // While the coordinator is away, Announce claims it when it is back.
   if (node_.link->up()) Claim(session);
 }
@@ -333,10 +334,10 @@ void TrainerSessions::RegisterShards(
     return;
   }
   // A GPU's agent may have to start first.
-  node_.copies->Run([this, id = (*found)->id, pid = (*found)->identity.pid(),
+  node_.copies->Run([this, id = (*found)->id, exporter = (*found)->exporter,
                      request, answer = std::move(answer)]() mutable {
     absl::StatusOr<DeviceRegions> devices =
-        OpenDeviceMemory(node_.devices, pid, request);
+        OpenDeviceMemory(node_.devices, exporter, request);
     node_.loop->Post([this, id, request = std::move(request),
                       devices = std::move(devices),
                       answer = std::move(answer)] {

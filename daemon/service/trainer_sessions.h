@@ -27,6 +27,7 @@
 #include "daemon/service/device_memory.h"
 #include "daemon/service/lease.h"
 #include "daemon/service/node_context.h"
+#include "transport/cuda/handle.h"
 #include "transport/host/unique_fd.h"
 #include "transport/memory.h"
 #include "weightsync/v1/node.pb.h"
@@ -96,6 +97,8 @@ class TrainerSessions {
   struct Session : Lease<v1::TrainerHeartbeat, v1::TrainerEvent> {
     std::string session;
     v1::TrainerIdentity identity;
+    // The process of `identity`, as it was when it came.
+    transport::cuda::ProcessIdentity exporter;
     std::map<std::string, std::shared_ptr<transport::Segment>> arenas;
     ArenaOffers offers;
     std::shared_ptr<const Registration> registration;

@@ -55,10 +55,11 @@ bool OldDriver() {
   return version / 1000 < kRuntimeVersion / 1000;
 }
 
-cudaError_t Enter(const char* name, Fault* fault = nullptr) {
+cudaError_t Enter(const char* name, Fault* fault = nullptr,
+                  const std::string& given = "") {
   if (!UsableProcess()) return cudaErrorInitializationError;
   if (OldDriver()) return cudaErrorInsufficientDriver;
-  const Fault planted = Planted(name);
+  const Fault planted = Planted(name, given);
   if (fault != nullptr) *fault = planted;
   if (planted.sticky != 0) {
     cudaError_t error;
@@ -73,6 +74,11 @@ cudaError_t Enter(const char* name, Fault* fault = nullptr) {
 
 #define ENTER(name) \
   if (const cudaError_t entered = Enter(#name)) return Record(entered)
+
+// With what it was given, for notes.
+#define ENTER_WITH(name, given)                                   \
+  if (const cudaError_t entered = Enter(#name, nullptr, (given))) \
+  return Record(entered)
 
 #define CONTEXT(context)                                   \
   cudaError_t context_error;                               \
@@ -604,9 +610,9 @@ GPU_SIM_API cudaError_t cudaFreeHost(void* pointer) {
 }
 GPU_SIM_API cudaError_t cudaHostRegister(void* pointer, size_t bytes,
                                          unsigned int) {
-  ENTER(cudaHostRegister);
-  CONTEXT(context);
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
+  ENTER_WITH(cudaHostRegister, Hex(address) + " " + std::to_string(bytes));
+  CONTEXT(context);
   std::lock_guard<std::mutex> lock(Here().mutex);
   const auto next = Here().pinned.lower_bound(address);
   if (next != Here().pinned.end() && next->first < address + bytes)
@@ -741,12 +747,13 @@ GPU_SIM_API cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
 
 GPU_SIM_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle,
                                             void* pointer) {
-  ENTER(cudaIpcGetMemHandle);
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
   Context* const context = ContextOf(address);
   Range range;
-  if (context == nullptr || !context->FindRange(address, &range))
-    return Record(cudaErrorInvalidValue);
+  const bool known = context != nullptr && context->FindRange(address, &range);
+  ENTER_WITH(cudaIpcGetMemHandle, std::to_string(range.buffer_id) + " " +
+                                      std::to_string(range.bytes));
+  if (!known) return Record(cudaErrorInvalidValue);
   if (const cudaError_t lost = context->fault()) return Record(lost);
   std::string bytes;
   const Reply reply =
