@@ -373,13 +373,14 @@ lines() {
   count=${#all[@]}
 }
 
-# strike NAME HELD TARGET PATIENCE STATE…: kills TARGET in the middle of an update of the trainer
-# NAME: HELD (the same process, or one without which it does not go on) is stopped at some moment of
-# an update; where that is seen in one of these states then, TARGET is killed, and otherwise HELD
-# goes on. Leaves in `struck` which update it was, in `seen` its state, and in `at` when.
+# strike NAME HELD TARGET FIRST PATIENCE STATE…: kills TARGET in the middle of an update of the
+# trainer NAME. HELD (the same process, or one without which it does not go on) is stopped at some
+# moment of an update: first after FIRST twentieths of the time that one takes. Where the update is
+# seen in one of these states within PATIENCE ms, TARGET is killed; otherwise HELD goes on, and it is
+# tried with another update. Leaves in `struck` which it was, in `seen` its state, in `at` when.
 strike() {
-  local name=$1 held=$2 target=$3 patience=$4 try before until wanted length
-  shift 4
+  local name=$1 held=$2 target=$3 part=$4 patience=$5 try before until wanted length
+  shift 5
   for ((try = 0; try < 60; ++try)); do
     # A rank writes down what it is about to publish.
     lines "$work/$name.0.hashes"
@@ -390,9 +391,10 @@ strike() {
       nap 0.002
       lines "$work/$name.0.hashes"
     done
-    # Another moment each time, of as long as an update takes: the late ones first.
+    # Another moment each time.
     length=$(tail -1 "$work/$name.0.times" 2>/dev/null | awk '{ print $2 - $1 }')
-    nap "$(awk -v s="${length:-0.1}" -v try="$try" 'BEGIN { printf "%.4f", 0.001 + s * (19 - try % 20) / 20 }')"
+    nap "$(awk -v s="${length:-0.1}" -v part="$(((part + 7 * try) % 20))" \
+      'BEGIN { printf "%.4f", 0.001 + s * part / 20 }')"
     kill -STOP "$held" || fail "process $held is not there"
     until=$(($(now) + patience * 1000))
     while true; do
@@ -417,7 +419,11 @@ strike() {
 in_the_middle() {
   local until=$((SECONDS + 180)) since
   while true; do
-    look "$struck" || fail "nobody knows version $struck any more"
+    if ! look "$struck"; then
+      # The oldest are forgotten.
+      echo "version $struck had ended long ago when the kill came: once more"
+      return 1
+    fi
     ((ended == 0)) || break
     ((SECONDS < until)) || fail "version $struck does not end: it is in $state"
     nap 0.1
@@ -462,10 +468,10 @@ check_kill() {
       agent=$(agent_of "$daemon")
       [[ -n "$agent" ]] || fail "the daemon has no device agent"
       case "$who" in
-        agent) strike "$name" "$agent" "$agent" 5000 GATHERING PREPARING MOVING ;;
-        trainer) strike "$name" "$agent" "${trainer[0]}" 5000 GATHERING PREPARING MOVING ;;
+        agent) strike "$name" "$agent" "$agent" 1 5000 GATHERING PREPARING MOVING ;;
+        trainer) strike "$name" "$agent" "${trainer[0]}" 1 5000 GATHERING PREPARING MOVING ;;
         worker)
-          strike "$name" "$worker" "$worker" 0 COMMITTED APPLYING
+          strike "$name" "$worker" "$worker" 17 0 COMMITTED APPLYING
           # An update that nobody is there for any more is over when its worker is here again.
           hashes=$work/worker$round.hashes
           start_worker "worker$round" 100000 "$hashes"
@@ -494,7 +500,7 @@ check_load() {
   local load=$started
   await 60 "$load" '^ready' "$work/load.out" || fail "gpu_load: $(tail -1 "$work/load.log")"
   sleep 2
-  start_ranks trainer 1 6 --hashes=
+  start_ranks trainer 1 4 --hashes=
   await_ranks trainer
   kill -TERM "$load"
   timeout 15 tail --pid="$load" -f /dev/null
