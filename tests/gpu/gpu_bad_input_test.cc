@@ -304,10 +304,16 @@ class Exporter {
     EXPECT_TRUE(handle.ok()) << handle.status();
     if (handle.ok()) handle_ = *handle;
   }
-  ~Exporter() { Kill(); }
+  ~Exporter() { KillAndReap(); }
+  // It has ended then; until this object goes its parent has not noticed.
   void Kill() {
-    if (pid_ <= 0) return;
     kill(pid_, SIGKILL);
+    siginfo_t ended;
+    waitid(P_PID, static_cast<id_t>(pid_), &ended, WEXITED | WNOWAIT);
+  }
+  void KillAndReap() {
+    if (pid_ <= 0) return;
+    Kill();
     waitpid(pid_, nullptr, 0);
     pid_ = 0;
   }
@@ -346,26 +352,36 @@ TEST_F(GpuBadInputTest, AnExporterThatHasEnded) {
     // which finds it dead. (Once more where it died before its daemon had even
     // looked up who it is.)
     pid_t pid = 0;
-    absl::Status registered = absl::NotFoundError("not tried");
-    for (int i = 1; i <= 5 && absl::IsNotFound(registered); ++i) {
+    absl::Status registered;
+    const auto register_dead = [&](int i, bool reaped) {
       Exporter exporter;
       pid = exporter.pid();
       BareTrainer trainer(&cluster_, "a", pid);
       Fill(exporter.handle(), &trainer);
-      ASSERT_EQ(kill(agent, SIGSTOP), 0);
+      EXPECT_EQ(kill(agent, SIGSTOP), 0);
       std::thread registering([&] { registered = trainer.Register(); });
       absl::SleepFor(i * absl::Milliseconds(200));
-      exporter.Kill();
+      if (reaped) {
+        exporter.KillAndReap();
+      } else {
+        exporter.Kill();
+      }
       absl::SleepFor(absl::Milliseconds(100));
-      ASSERT_EQ(kill(agent, SIGCONT), 0);
+      EXPECT_EQ(kill(agent, SIGCONT), 0);
       registering.join();
+    };
+    // Whether its parent has noticed, or not yet.
+    for (const bool reaped : {true, false}) {
+      registered = absl::NotFoundError("not tried");
+      for (int i = 1; i <= 5 && absl::IsNotFound(registered); ++i)
+        register_dead(i, reaped);
+      EXPECT_TRUE(Refused(
+          registered, absl::StatusCode::kFailedPrecondition, "EXPORTER_DEAD",
+          absl::StrCat("process ", pid,
+                       ", which exported this memory, has ended")))
+          << reaped;
+      EXPECT_TRUE(StillServes());
     }
-    EXPECT_TRUE(Refused(registered, absl::StatusCode::kFailedPrecondition,
-                        "EXPORTER_DEAD",
-                        absl::StrCat("process ", pid,
-                                     ", which exported this memory, has "
-                                     "ended")));
-    EXPECT_TRUE(StillServes());
   }
   {
     // A child of the trainer, of which a daemon cannot know.
