@@ -101,6 +101,7 @@ TEST(MetricsTest, EachGpuApart) {
   memory.mutable_gpus(1)->set_state(v1::GpuUse::STATE_FAILED);
   memory.mutable_gpus(1)->set_restart_count(2);
   memory.mutable_gpus(1)->set_device_store_bytes(int64_t{16} << 30);
+  figures.nccl_communicators["GPU-2"] = 5;
   const std::string text = RenderMetrics("n", "1.2", figures);
   EXPECT_THAT(text, HasSubstr("# TYPE weightsync_store_used_bytes gauge\n"
                               "weightsync_store_used_bytes 100"));
@@ -119,6 +120,11 @@ TEST(MetricsTest, EachGpuApart) {
   EXPECT_THAT(text, HasSubstr("weightsync_gpu_slot_bytes" + first + "768"));
   EXPECT_THAT(text, HasSubstr("weightsync_gpu_device_store_bytes" + second +
                               "17179869184"));
+  EXPECT_THAT(text, HasSubstr("# TYPE weightsync_gpu_nccl_communicators gauge\n"
+                              "weightsync_gpu_nccl_communicators" +
+                              first + "0\n"));
+  EXPECT_THAT(text,
+              HasSubstr("weightsync_gpu_nccl_communicators" + second + "5\n"));
   // Of a node without one, nothing.
   memory.clear_gpus();
   EXPECT_THAT(RenderMetrics("n", "1.2", figures), Not(HasSubstr("gpu")));

@@ -32,6 +32,11 @@ void Add(prometheus::MetricFamily* family, Labels labels, double value) {
   family->metric.push_back(std::move(metric));
 }
 
+Labels LabelsOf(const v1::GpuUse& gpu) {
+  return {{"device_uuid", gpu.device_uuid()},
+          {"device_name", gpu.device_name()}};
+}
+
 struct GpuFigure {
   const char* name;
   const char* help;
@@ -130,11 +135,18 @@ std::string RenderMetrics(const std::string& node, const std::string& version,
     for (const GpuFigure& figure : kGpuFigures) {
       families.push_back(Family(figure.name, figure.help, figure.type));
       for (const v1::GpuUse& gpu : memory.gpus()) {
-        Add(&families.back(),
-            {{"device_uuid", gpu.device_uuid()},
-             {"device_name", gpu.device_name()}},
-            figure.value(gpu));
+        Add(&families.back(), LabelsOf(gpu), figure.value(gpu));
       }
+    }
+    families.push_back(Family(
+        "gpu_nccl_communicators",
+        "NCCL's communicators, in use and kept for the next edge.", kGauge));
+    for (const v1::GpuUse& gpu : memory.gpus()) {
+      const auto of_gpu = figures.nccl_communicators.find(gpu.device_uuid());
+      Add(&families.back(), LabelsOf(gpu),
+          of_gpu == figures.nccl_communicators.end()
+              ? 0
+              : static_cast<double>(of_gpu->second));
     }
   }
   return prometheus::TextSerializer().Serialize(families);

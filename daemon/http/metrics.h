@@ -3,6 +3,8 @@
 #ifndef WEIGHTSYNC_DAEMON_HTTP_METRICS_H_
 #define WEIGHTSYNC_DAEMON_HTTP_METRICS_H_
 
+#include <cstdint>
+#include <map>
 #include <string>
 
 #include "absl/time/time.h"
@@ -18,6 +20,8 @@ inline constexpr char kMetricsType[] =
 struct NodeFigures {
   // As GetNode shows it.
   v1::MemoryUse memory;
+  // NCCL's communicators that device agents keep, by the UUID of their GPU.
+  std::map<std::string, int64_t> nccl_communicators;
   // Since the coordinator was last heard of; since the start when it never was.
   absl::Duration coordinator_silence;
   // Replicas that stay paused because this node cannot know, while the
@@ -28,7 +32,8 @@ struct NodeFigures {
 // In the text format, all names beginning with weightsync_, sizes in bytes. The
 // figures are those of MemoryUse in GetNode: of the store, of trainers' arenas,
 // of the process, and of each GPU apart (weightsync_gpu_*, labelled with its
-// device_uuid and device_name); and how it is cut off, where it is.
+// device_uuid and device_name; and how many communicators its agent keeps); and
+// how it is cut off, where it is.
 std::string RenderMetrics(const std::string& node, const std::string& version,
                           const NodeFigures& figures);
 

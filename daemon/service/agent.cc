@@ -207,6 +207,12 @@ absl::StatusOr<NodeFigures> Agent::AskFigures(absl::Duration timeout) {
   auto figures = std::make_shared<NodeFigures>();
   const auto look = [this, figures] {
     figures->memory = MemoryUse();
+    if (parts_.device_agents != nullptr) {
+      for (const auto& report : parts_.device_agents->Reports()) {
+        figures->nccl_communicators[report.device.uuid] =
+            report.usage.nccl_communicators;
+      }
+    }
     figures->coordinator_silence = absl::Now() - link_.heard();
     figures->replica_alarms = replicas_.alarms();
   };

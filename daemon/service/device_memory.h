@@ -3,8 +3,6 @@
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_DEVICE_MEMORY_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_DEVICE_MEMORY_H_
 
-#include <sys/types.h>
-
 #include <memory>
 #include <string>
 #include <vector>
@@ -43,8 +41,9 @@ struct OpenedRegion {
 bool HasDeviceMemory(const v1::RegisterShardsRequest& request);
 
 // Opens the allocations that the regions of `request` name; null for regions of
-// other kinds. `exporter`: the trainer, as it says. Blocks for as long as a
-// device agent takes to start; not for the loop.
+// other kinds. `exporter`: the trainer, as it was when it came: one that has
+// ended since is told from one of another pid namespace. Blocks for as long as
+// a device agent takes to start; not for the loop.
 //   UNIMPLEMENTED (MEMORY_KIND_DISABLED): `devices` is null.
 //   INVALID_ARGUMENT (HANDLE_MALFORMED); the errors of AgentMemory::Open.
 absl::StatusOr<std::vector<OpenedRegion>> OpenDeviceMemory(

@@ -115,6 +115,7 @@ void TrainerSessions::Name(Session* session,
   by_name_[session->session] = id;
   WatchProcess(node_, identity.pid(), identity.pid_namespace(), session,
                [this, id](const absl::Status& why) { End(id, why); });
+  session->exporter = ExporterOf(identity);
   // While the coordinator is away, Announce claims it when it is back.
   if (node_.link->up()) Claim(session);
 }
@@ -316,15 +317,14 @@ void TrainerSessions::AllocateArena(
 }
 
 transport::cuda::ProcessIdentity TrainerSessions::ExporterOf(
-    const Session& session) {
-  const int64_t pid = session.identity.pid();
-  const uint64_t pid_namespace = session.identity.pid_namespace();
-  if (pid_namespace == 0 || pid_namespace == transport::PidNamespace()) {
-    return transport::cuda::IdentityOf(pid);
+    const v1::TrainerIdentity& identity) {
+  if (identity.pid_namespace() == 0 ||
+      identity.pid_namespace() == transport::PidNamespace()) {
+    return transport::cuda::IdentityOf(identity.pid());
   }
   transport::cuda::ProcessIdentity exporter;
-  exporter.pid = pid;
-  exporter.pid_namespace = pid_namespace;
+  exporter.pid = identity.pid();
+  exporter.pid_namespace = identity.pid_namespace();
   return exporter;
 }
 
@@ -346,7 +346,7 @@ void TrainerSessions::RegisterShards(
     return;
   }
   // A GPU's agent may have to start first.
-  node_.copies->Run([this, id = (*found)->id, exporter = ExporterOf(**found),
+  node_.copies->Run([this, id = (*found)->id, exporter = (*found)->exporter,
                      request, answer = std::move(answer)]() mutable {
     absl::StatusOr<DeviceRegions> devices =
         OpenDeviceMemory(node_.devices, exporter, *request);

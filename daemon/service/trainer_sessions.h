@@ -96,6 +96,8 @@ class TrainerSessions {
   struct Session : Lease<v1::TrainerHeartbeat, v1::TrainerEvent> {
     std::string session;
     v1::TrainerIdentity identity;
+    // The process of `identity`, as it was when it came.
+    transport::cuda::ProcessIdentity exporter;
     std::map<std::string, std::shared_ptr<transport::Segment>> arenas;
     ArenaOffers offers;
     std::shared_ptr<const Registration> registration;
@@ -131,7 +133,8 @@ class TrainerSessions {
       const Session& session, const v1::RegisterShardsRequest& request,
       const DeviceRegions& devices);
   // Who has exported what it registers of GPUs.
-  static transport::cuda::ProcessIdentity ExporterOf(const Session& session);
+  static transport::cuda::ProcessIdentity ExporterOf(
+      const v1::TrainerIdentity& identity);
   // What the coordinator is told of it.
   static void ReportShards(const Session& session,
                            const Registration& registration,

@@ -13,7 +13,8 @@
 namespace weightsync {
 namespace demo {
 
-// Ends the program, with a sentence on stderr, unless `status` is OK.
+// Ends the program, with a sentence on stderr, unless `status` is OK. At once:
+// nothing is destroyed.
 void ExitUnless(const absl::Status& status);
 
 // "paired,auto" as policies, at least one.

@@ -40,38 +40,53 @@ grep -q 'NOT MEASURED.*DRIVER_TOO_OLD' <<<"$("$root/run.sh" "$work/none.txt")" |
 # One with a GPU.
 cp -f "$sim/libcudart.so.13" "$root/lib/libcudart.so.13"
 cp -f "$sim/libnccl.so.2" "$root/lib/libnccl.so.2"
-export GPU_SIM_DIR GPU_SIM_EXECUTOR=$sim/gpu_sim_executor GPU_SIM_KERNELS=$twins GPU_SIM_RACES=0
+export GPU_SIM_DIR GPU_SIM_EXECUTOR=$sim/gpu_sim_executor GPU_SIM_KERNELS=$twins
 export GPU_SIM_DELAY_US=0 GPU_SIM_DEVICES=2
+# Races are looked for in all of it (that costs none of its 35 s) but in the one program that reads
+# what is being written, on purpose.
+mv "$root/gpu_memory_check" "$root/gpu_memory_check.real"
+printf '#!/bin/sh\nGPU_SIM_RACES=0 exec "%s/gpu_memory_check.real" "$@"\n' "$root" >"$root/gpu_memory_check"
+chmod +x "$root/gpu_memory_check"
 if ! output=$("$root/run.sh" --smoke "$work/results.txt" 2>&1); then
   fail "run.sh: $output"
   cat "$work/results.txt"
 fi
+# What the simulator has seen of all these programs: leaks, memory used after it was freed, streams
+# and devices misused, races.
+! findings=$(cat "$GPU_SIM_DIR/findings" 2>/dev/null) || fail "the simulated GPU was misused: $findings"
 for line in 'memory conformance: passed' 'figures: passed' 'groups over NCCL, one receiver: passed' \
   'NCCL on one GPU: passed' 'registration through a daemon: passed' \
   'publishes through a daemon, store=device: passed' \
   'publishes through a daemon, store=host: passed' \
   'a trainer and workers through a daemon: passed' 'kill tests: passed' \
-  'slowdown of a compute loop: passed'; do
+  'slowdown of a compute loop, store=device: passed' \
+  'slowdown of a compute loop, store=host: passed'; do
   grep -q "$line" <<<"$output" || fail "no line '$line' in: $output"
 done
 # Every figure that is wanted, beside its floor.
 for figure in 'copy inside the GPU' 'pack, with digests of frames' 'store=device: stall' \
   'store=device: pause' 'unpack' 'unpack, by copy engines' 'unpack, by the agent' 'read of GPU memory' 'digest, over a read' \
   'copy to pinned host memory' 'store=host: stall' 'store=host: pause' 'register 300 tensors' \
-  'compute loop during a transfer'; do
+  'store=device: compute loop' 'store=host: compute loop'; do
   grep -Eq "^$figure +[0-9.]+ ms  floor +[0-9.]+ ms  ratio [0-9.]+  goal [0-9.]+$" "$work/results.txt" ||
     fail "no figure '$figure' in the results"
 done
 for line in 'moved twice: small.safetensors, [0-9]* bytes, to 2 workers' \
   'published by 2 ranks to one worker, store=device: small.safetensors, [0-9]* bytes' \
-  'published by 2 ranks to one worker, store=host: small.safetensors, [0-9]* bytes'; do
+  'published by 2 ranks to one worker, store=host: small.safetensors, [0-9]* bytes' \
+  'computed beside updates, store=device: small.safetensors, [0-9]* bytes' \
+  'computed beside updates, store=host: small.safetensors, [0-9]* bytes'; do
   grep -q "^$line$" <<<"$output" || fail "no line '$line' in: $output"
 done
 grep -q '^moved twice: small.safetensors, [0-9]* bytes, to 2 workers$' "$work/results.txt" ||
   fail "how much was moved is not said in: $output"
-for line in 'the agent was killed: the next version arrived' \
-  'the trainer was killed: the next' 'the worker was killed: the next' \
-  'rank 1: joined in'; do
+# In the middle of an update, each: it says of which, in which state it was seen, and how long before
+# its end.
+middle='in update [0-9]* (STATE_[A-Z]*, [0-9]* ms after it was %s, [0-9]* ms before its end): the next'
+# shellcheck disable=SC2059  # a pattern
+for line in "the agent was killed $(printf "$middle" created)" \
+  "the trainer was killed $(printf "$middle" created)" \
+  "the worker was killed $(printf "$middle" committed)" 'rank 1: joined in'; do
   grep -q "$line" "$work/results.txt" || fail "no line '$line' in the results"
 done
 
@@ -92,6 +107,30 @@ for line in 'NCCL on one GPU: NOT MEASURED (.*libnccl.so.2' \
 done
 ! grep -q 'groups over NCCL: NOT MEASURED (NCCL on one GPU' <<<"$output" ||
   fail "a line quotes another instead of saying why: $output"
+
+# Too little time: what is cut off for it is not measured, and what has failed, has; a step that
+# hangs for as long as it may ever take has failed, and those after it have their time.
+printf '#!/bin/sh\nsleep 60\n' >"$root/gpu_memory_check"
+# shellcheck disable=SC2016  # for the script
+printf '#!/bin/sh\n[ "$2" != move ] || kill -9 $$\n[ "$2" != kill ] || sleep 60\n' >"$root/daemon_check.sh"
+SECONDS=0
+if output=$("$root/run.sh" --smoke --minutes 0.2 "$work/short.txt" 2>&1); then
+  fail "a step that has failed is none in: $output"
+fi
+((SECONDS <= 40)) || fail "12 s are $SECONDS s"
+for line in 'memory conformance: NOT MEASURED (cut off after [0-9]* s: no time left)' 'figures: passed' \
+  'a trainer and workers through a daemon: FAILED (exit code 137)' \
+  'kill tests: NOT MEASURED (cut off after [0-9]* s: no time left)' \
+  'slowdown of a compute loop, store=device: passed'; do
+  grep -q "^$line$" <<<"$output" || fail "no line '$line' in: $output"
+done
+printf '#!/bin/sh\n' >"$root/daemon_check.sh"
+sed -i 's/^  35 25 /  1 25 /' "$root/run.sh"
+! output=$("$root/run.sh" --smoke "$work/hung.txt" 2>&1) || fail "a step that hangs has not failed: $output"
+for line in 'memory conformance: FAILED (it did not end within 1 s)' 'figures: passed' 'kill tests: passed'; do
+  grep -q "^$line$" <<<"$output" || fail "no line '$line' in: $output"
+done
+grep -q "wants a number, not 'x'" <<<"$("$root/run.sh" --minutes x 2>&1)" || fail "--minutes x is taken"
 
 # And on a machine whose driver hangs, the question has an end.
 grep -q 'timeout .*gpu_bench" --list' "$root/run.sh" || fail "gpu_bench --list has no deadline"

@@ -1,16 +1,17 @@
 #!/bin/bash
 # A real daemon, a trainer's processes and workers' processes on one GPU, by CUDA IPC.
 #
-# Usage: daemon_check.sh [--smoke] move | register | publish STORE | kill | load
+# Usage: daemon_check.sh [--smoke] move | register | publish STORE | kill | load STORE
 #   move     two versions of a model of 16 GB of bf16 (a smaller one where there is no room for it)
 #            to two engines, and a third as a STREAM out of the trainer's own memory; hashes and
 #            digests compared
 #   register how long a trainer takes to register 18,867 tensors
 #   publish  STORE is device or host: the trainer's stall and the engine's pause when such a model
 #            is published, over one copy of as many bytes inside the GPU, or over PCIe
-#   kill     the device agent, the trainer and the worker are killed in the middle of an update;
-#            the next version arrives each time
-#   load     by how much a compute loop on the same GPU is slower while updates run
+#   kill     the device agent, the trainer and the worker are killed in the middle of an update:
+#            after it was seen under way, and before it ended; the next version arrives each time
+#   load     STORE as above: by how much a compute loop on the same GPU is slower while updates of
+#            such a model run
 #   --smoke  small sizes
 #
 # Runs from the folder that `bazel run //tests/gpu:bundle` has packed.
@@ -146,6 +147,19 @@ choose() {
   fi
 }
 
+# choose_stored STORE: as choose large, where the store may be on the GPU as well.
+choose_stored() {
+  choose large
+  # The trainer's tensors, the engine's, and two versions in the store.
+  if [[ -z $smoke && $1 == device && $chosen == llama-3.1-8b ]] &&
+    awk -v g="$gpu" 'BEGIN { exit !(g < 72) }'; then
+    model=(--model=qwen2.5-0.5b)
+    chosen=qwen2.5-0.5b
+    budget=4000000000
+    instead=", not 16 GB: wanted is a GPU of 72 GB (this has $gpu)"
+  fi
+}
+
 # start_daemon FLAG…
 start_daemon() {
   start daemon weightsyncd --logtostderr --node=check --listen= --unix_socket="$work/s" \
@@ -196,6 +210,13 @@ same() {
     ((SECONDS < end)) || fail "version $1: the worker's bytes are not the trainer's"
     sleep 0.2
   done
+}
+
+# bytes_of NAME: of a version that these ranks have published.
+bytes_of() {
+  local bytes
+  bytes=$(grep -h '^result' "$work/$1.0.out" | tail -1 | grep -o ' bytes=[0-9]*')
+  echo "${bytes#*=}"
 }
 
 # verify [REPLICA]
@@ -249,9 +270,7 @@ check_move() {
   ! grep -q 'is passed bucket' "$work/daemon.log" ||
     fail "a worker could not copy out of the trainer's memory: $(grep -m1 'is passed bucket' "$work/daemon.log")"
   grep -h '^result' "$work/trainer.0.out" "$work/streamed.0.out"
-  local bytes
-  bytes=$(grep -h '^result' "$work/trainer.0.out" | tail -1 | grep -o ' bytes=[0-9]*')
-  echo "moved twice: $chosen, ${bytes#*=} bytes, to ${#replicas[@]} workers$instead"
+  echo "moved twice: $chosen, $(bytes_of trainer) bytes, to ${#replicas[@]} workers$instead"
 }
 
 check_register() {
@@ -285,15 +304,7 @@ figure() {
 
 check_publish() {
   local store=$1
-  choose large
-  # The trainer's tensors, the engine's, and two versions in the store.
-  if [[ -z $smoke && $store == device && $chosen == llama-3.1-8b ]] &&
-    awk -v g="$gpu" 'BEGIN { exit !(g < 72) }'; then
-    model=(--model=qwen2.5-0.5b)
-    chosen=qwen2.5-0.5b
-    budget=4000000000
-    instead=", not 16 GB: wanted is a GPU of 72 GB (this has $gpu)"
-  fi
+  choose_stored "$store"
   ranks=2
   [[ -n $smoke ]] || ranks=8
   start_daemon --store="$store" --keep_updates=1
@@ -327,76 +338,210 @@ check_publish() {
   echo "published by $ranks ranks to one worker, store=$store: $chosen, $bytes bytes$instead"
 }
 
+# look VERSION: its state and when it was created, committed and ended, in microseconds (0: not
+# yet), in `state`, `number`, `created`, `committed` and `ended`.
+look() {
+  local json name value
+  json=$("$here/weightsyncctl" versions "demo/$1" --json --address="unix:$work/s" 2>&1) || return 1
+  state='' number='' created=0 committed=0 ended=0
+  while IFS=$'\t' read -r name value; do
+    case "$name" in
+      state) state=$value ;;
+      version) number=$value ;;
+      createTime) created=$(micros "$value") ;;
+      commitTime) committed=$(micros "$value") ;;
+      endTime) ended=$(micros "$value") ;;
+    esac
+    # Of the version, and of none of what is inside it.
+  done < <(sed -nE 's/^ ?"(state|version|createTime|commitTime|endTime)": *"?([^",]*)"?,?$/\1\t\2/p' <<<"$json")
+  [[ -n "$state" ]]
+}
+
+micros() { date -d "$1" +%s%6N; }
+now() { echo "${EPOCHREALTIME/[.,]/}"; }
+
+# nap SECONDS: without a process of its own, which takes longer.
+nap() {
+  [[ -n "${nowhere:-}" ]] || { mkfifo "$work/nowhere" && exec {nowhere}<>"$work/nowhere"; }
+  read -rt "$1" -u "$nowhere" || :
+}
+
+# lines FILE: how many, in `count`.
+lines() {
+  local all=()
+  [[ ! -e "$1" ]] || mapfile -t all <"$1"
+  count=${#all[@]}
+}
+
+# strike NAME HELD TARGET FIRST PATIENCE STATE…: kills TARGET in the middle of an update of the
+# trainer NAME. HELD (the same process, or one without which it does not go on) is stopped at some
+# moment of an update: first after FIRST twentieths of the time that one takes. Where the update is
+# seen in one of these states within PATIENCE ms, TARGET is killed; otherwise HELD goes on, and it is
+# tried with another update. Leaves in `struck` which it was, in `seen` its state, in `at` when.
+strike() {
+  local name=$1 held=$2 target=$3 part=$4 patience=$5 try before until wanted length
+  shift 5
+  for ((try = 0; try < 60; ++try)); do
+    # A rank writes down what it is about to publish.
+    lines "$work/$name.0.hashes"
+    before=$count until=$(($(now) + 60000000))
+    while ((count == before)); do
+      kill -0 "${trainer[0]}" 2>/dev/null || fail "$name has ended: $(tail -1 "$work/$name.0.log")"
+      (($(now) < until)) || fail "$name does not publish"
+      nap 0.002
+      lines "$work/$name.0.hashes"
+    done
+    # Another moment each time.
+    length=$(tail -1 "$work/$name.0.times" 2>/dev/null | awk '{ print $2 - $1 }')
+    nap "$(awk -v s="${length:-0.1}" -v part="$(((part + 7 * try) % 20))" \
+      'BEGIN { printf "%.4f", 0.001 + s * part / 20 }')"
+    kill -STOP "$held" || fail "process $held is not there"
+    until=$(($(now) + patience * 1000))
+    while true; do
+      if look latest; then
+        for wanted in "$@"; do
+          [[ "$state" == "STATE_$wanted" ]] || continue
+          struck=$number seen=$state at=$(now)
+          kill -9 "$target"
+          kill -CONT "$held" 2>/dev/null
+          return 0
+        done
+      fi
+      (($(now) < until)) || break
+    done
+    kill -CONT "$held"
+  done
+  fail "$name: no update was in $* for 60 times"
+}
+
+# in_the_middle SINCE: the update that was struck had begun (SINCE: created, or committed) and had
+# not ended. False: it had.
+in_the_middle() {
+  local until=$((SECONDS + 180)) since
+  while true; do
+    if ! look "$struck"; then
+      # The oldest are forgotten.
+      echo "version $struck had ended long ago when the kill came: once more"
+      return 1
+    fi
+    ((ended == 0)) || break
+    ((SECONDS < until)) || fail "version $struck does not end: it is in $state"
+    nap 0.1
+  done
+  since=$created
+  [[ $1 == created ]] || since=$committed
+  if ((since == 0 || since > at || ended <= at)); then
+    echo "version $struck had ended when the kill came: once more"
+    return 1
+  fi
+  moment="in update $struck ($seen, $(((at - since) / 1000)) ms after it was $1, $(((ended - at) / 1000)) ms before its end)"
+}
+
+# next_ranks COUNT: a trainer of further versions, its name in `name`.
+next_ranks() {
+  first=$((${first:--999} + 1000))
+  name=trainer$first
+  start_ranks "$name" "$first" "$1"
+}
+
+# after_kill WHO HASHES: the next two versions arrive.
+after_kill() {
+  kill -9 "${trainer[0]}" 2>/dev/null
+  next_ranks 2
+  await_ranks "$name"
+  same $((first + 1)) "$name" "$2"
+  echo "the $1 was killed $moment: the next version arrived"
+}
+
 check_kill() {
   choose small
   ranks=1
   start_daemon
   start_worker worker 100000 "$work/worker.hashes"
-
-  start_ranks first 1 500
-  await 120 "${trainer[0]}" '^result' "$work/first.0.out" || fail "no first version"
-  kill -9 $(agent_of "$daemon") || fail "the daemon has no device agent"
-  sleep 0.5
-  kill -9 "${trainer[0]}" 2>/dev/null
-  start_ranks second 1001 2
-  await_ranks second
-  same 1002 second "$work/worker.hashes"
-  echo "the agent was killed: the next version arrived"
-
-  start_ranks third 2001 500
-  await 120 "${trainer[0]}" '^result' "$work/third.0.out" || fail "no version before the kill"
-  kill -9 "${trainer[0]}"
-  start_ranks fourth 3001 1
-  await_ranks fourth
-  same 3001 fourth "$work/worker.hashes"
-  echo "the trainer was killed: the next version arrived"
-
-  start_ranks fifth 4001 500
-  await 120 "${trainer[0]}" '^result' "$work/fifth.0.out" || fail "no version before the kill"
-  kill -9 "$worker"
-  start_worker worker_again 100000 "$work/again.hashes"
-  kill -9 "${trainer[0]}" 2>/dev/null
-  start_ranks sixth 5001 1
-  await_ranks sixth
-  same 5001 sixth "$work/again.hashes"
+  local who hashes=$work/worker.hashes round agent
+  for who in agent trainer worker; do
+    for ((round = 1; ; ++round)); do
+      ((round <= 5)) || fail "the $who was not killed in the middle of an update, five times"
+      next_ranks 500
+      # The first maps and pins.
+      await 120 "${trainer[0]}" '^result' "$work/$name.0.out" || fail "no version before the kill"
+      agent=$(agent_of "$daemon")
+      [[ -n "$agent" ]] || fail "the daemon has no device agent"
+      case "$who" in
+        agent) strike "$name" "$agent" "$agent" 1 5000 GATHERING PREPARING MOVING ;;
+        trainer) strike "$name" "$agent" "${trainer[0]}" 1 5000 GATHERING PREPARING MOVING ;;
+        worker)
+          strike "$name" "$worker" "$worker" 17 0 COMMITTED APPLYING
+          # An update that nobody is there for any more is over when its worker is here again.
+          hashes=$work/worker$round.hashes
+          start_worker "worker$round" 100000 "$hashes"
+          ;;
+      esac
+      if [[ $who == worker ]]; then
+        ! in_the_middle committed || break
+      else
+        ! in_the_middle created || break
+      fi
+      kill -9 "${trainer[0]}" 2>/dev/null
+    done
+    after_kill "$who" "$hashes"
+  done
   verify
-  echo "the worker was killed: the next version arrived"
 }
 
 check_load() {
-  choose small
-  ranks=1
-  start_daemon
-  start_worker worker 100000 "$work/worker.hashes"
+  local store=$1
+  choose_stored "$store"
+  ranks=2
+  [[ -n $smoke ]] || ranks=8
+  start_daemon --store="$store" --keep_updates=1
+  start_worker worker 100000 ""
   start load gpu_load --out "$work/load.times" $smoke
   local load=$started
   await 60 "$load" '^ready' "$work/load.out" || fail "gpu_load: $(tail -1 "$work/load.log")"
-  sleep 3
-  start_ranks trainer 1 8
+  sleep 2
+  start_ranks trainer 1 4 --hashes=
   await_ranks trainer
   kill -TERM "$load"
   timeout 15 tail --pid="$load" -f /dev/null
-  # Pieces that lie in the time of an update, and those that touch none.
-  awk '
-    NR == FNR { began[++n] = $1; ended[n] = $2; next }
+  # When bytes moved: while a rank stalled, and while the engine paused for what it was then given.
+  # The first update maps, pins and opens what the others use.
+  local rank
+  for ((rank = 0; rank < ranks; ++rank)); do
+    paste -d' ' "$work/trainer.$rank.times" <(grep '^result' "$work/trainer.$rank.out")
+  done | awk '{
+    for (i = 3; i <= NF; ++i) { split($i, word, "="); of[word[1]] = word[2] }
+    print "update", $1, $2
+    if (of["version"] == 1) next
+    printf "moving %.6f %.6f\n", $1, $1 + of["stall"]
+    printf "moving %.6f %.6f\n", $2 - of["pause"], $2
+  }' >"$work/windows"
+  # Pieces of work that lie within such a time, all of each; and those that touch no update.
+  awk -v name="store=$store: compute loop" '
+    NR == FNR { kind[++n] = $1; began[n] = $2; ended[n] = $3; next }
     {
-      inside = 0
-      for (i = 1; i <= n; ++i) if ($2 > began[i] && $1 < ended[i]) inside = 1
-      if (inside) { during += $2 - $1; ++durings } else { alone += $2 - $1; ++alones }
+      inside = touches = 0
+      for (i = 1; i <= n; ++i) {
+        if (kind[i] == "moving" && $1 >= began[i] && $2 <= ended[i]) inside = 1
+        if ($2 > began[i] && $1 < ended[i]) touches = 1
+      }
+      if (inside) { during += $2 - $1; ++durings }
+      if (!touches) { alone += $2 - $1; ++alones }
     }
     END {
-      if (durings < 3 || alones < 3) { print "too few pieces of work"; exit 1 }
+      if (durings < 3 || alones < 3) { print "too few pieces of work: " durings + 0 " and " alones + 0; exit 1 }
       a = alone / alones; d = during / durings
-      printf "compute loop during a transfer     %10.3f ms  floor %10.3f ms  ratio %.3f  goal 0.95\n",
-        d * 1e3, a * 1e3, a / d
-    }' "$work/trainer.0.times" "$work/load.times" || fail "no figure of the compute loop"
+      printf "%-34s %10.3f ms  floor %10.3f ms  ratio %.3f  goal 0.95\n", name, d * 1e3, a * 1e3, a / d
+      printf "pieces of work: %d while bytes moved, %d beside all updates\n", durings, alones
+    }' "$work/windows" "$work/load.times" || fail "no figure of the compute loop"
+  echo "computed beside updates, store=$store: $chosen, $(bytes_of trainer) bytes$instead"
 }
 
 case "$what" in
-  move | register | kill | load) "check_$what" ;;
-  publish)
-    [[ "${2:-}" == device || "${2:-}" == host ]] || fail "publish device, or publish host"
-    check_publish "$2"
+  move | register | kill) "check_$what" ;;
+  publish | load)
+    [[ "${2:-}" == device || "${2:-}" == host ]] || fail "$what device, or $what host"
+    "check_$what" "$2"
     ;;
   *)
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -101,6 +102,31 @@ class DeviceGroupTest : public GpuClusterTest {
 
   std::vector<std::string> nodes_;
 };
+
+// What a daemon is told of NCCL arrives in every communicator of its agents:
+// each node its own.
+TEST_F(DeviceGroupTest, CommunicatorsAreMadeAsTheDaemonWasTold) {
+  Start("a", 0, {"--nccl_max_ctas=7", "--nccl_cta_policy=zero"});
+  Start("b", 1, {"--nccl_max_ctas=3", "--nccl_cta_policy=default"});
+  gpu_sim::TakeNotes();
+  gpu_sim::Plant("call=ncclCommInitRankConfig note=1 count=0");
+  GpuTrainer trainer(&cluster_, "a", 1);
+  const absl::Status registered = trainer.Register();
+  ASSERT_TRUE(registered.ok()) << registered;
+  OneWorker far(&cluster_, "b", "far", 1);
+  const auto published = trainer.Publish(1);
+  ASSERT_TRUE(published.ok()) << published.status();
+  ASSERT_TRUE(Serves("far", 1));
+  std::istringstream notes(gpu_sim::TakeNotes());
+  std::string line;
+  std::set<std::string> lines;
+  while (std::getline(notes, line)) lines.insert(line);
+  const std::string before =
+      "ncclCommInitRankConfig blocking=0 minCTAs=1 maxCTAs=";
+  EXPECT_EQ(lines,
+            (std::set<std::string>{before + "7 CTAPolicy=2 connections=32",
+                                   before + "3 CTAPolicy=0 connections=32"}));
+}
 
 TEST_F(DeviceGroupTest, UpdatesGoFromGpuToGpu) {
   Start("a", 0);

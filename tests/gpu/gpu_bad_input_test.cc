@@ -2,8 +2,10 @@
 // on serving others: each case ends with an update of another model, through
 // the same daemon. Over the simulated GPU.
 #include <cuda_runtime_api.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
@@ -25,6 +27,8 @@
 #include "tests/e2e/cluster.h"
 #include "tests/gpu/gpu_cluster.h"
 #include "tests/gpu/gpu_tensors.h"
+#include "transport/cuda/handle.h"
+#include "transport/cuda/late_cudart.h"
 #include "transport/cuda/process_gpu.h"
 #include "transport/cuda/sim_control.h"
 #include "weightsync/v1/trainer.grpc.pb.h"
@@ -32,6 +36,8 @@
 namespace weightsync {
 namespace e2e {
 namespace {
+
+constexpr char kExporter[] = "--exporter";
 
 // A trainer that speaks for itself.
 class BareTrainer {
@@ -155,15 +161,17 @@ class GpuBadInputTest : public GpuClusterTest {
     gpu_ = *transport::cuda::ProcessGpu::Of(data);
     const auto place = gpu_->Describe(data, 16);
     ASSERT_TRUE(place.ok()) << place.status();
-    uuid_ = place->handle.device_uuid;
+    Fill(place->handle, trainer);
+  }
+  void Fill(const transport::cuda::DeviceHandle& handle, BareTrainer* trainer) {
+    uuid_ = handle.device_uuid;
     v1::CudaIpcMemory* memory = trainer->memory();
-    memory->set_handle(Text(place->handle.ipc));
-    memory->set_probe_handle(Text(place->handle.probe_ipc));
-    memory->set_nonce(
-        std::string(place->handle.nonce.data(), place->handle.nonce.size()));
+    memory->set_handle(Text(handle.ipc));
+    memory->set_probe_handle(Text(handle.probe_ipc));
+    memory->set_nonce(std::string(handle.nonce.data(), handle.nonce.size()));
     memory->set_device_uuid(uuid_);
-    memory->set_buffer_id(place->handle.buffer_id);
-    memory->set_base_address(place->handle.base);
+    memory->set_buffer_id(handle.buffer_id);
+    memory->set_base_address(handle.base);
     trainer->request()->mutable_regions(0)->set_size_bytes(4096);
     trainer->request()->mutable_shards(0)->set_offset_bytes(0);
   }
@@ -272,6 +280,125 @@ TEST_F(GpuBadInputTest, MemoryOfOthers) {
                         "SOURCE_MEMORY_LOST", "ALLOCATION_FREED"));
     EXPECT_TRUE(StillServes());
   }
+}
+
+// A process with a tensor on GPU 0, which it says how to open; until it is
+// killed.
+class Exporter {
+ public:
+  Exporter() {
+    int from[2];
+    EXPECT_EQ(pipe2(from, O_CLOEXEC), 0);
+    pid_ = fork();
+    if (pid_ == 0) {
+      dup2(from[1], 1);
+      execl("/proc/self/exe", "exporter", kExporter, nullptr);
+      _exit(127);
+    }
+    close(from[1]);
+    char bytes[4096];
+    const ssize_t n = read(from[0], bytes, sizeof(bytes));
+    close(from[0]);
+    const auto handle = transport::cuda::DeviceHandle::Decode(
+        absl::string_view(bytes, n > 0 ? static_cast<size_t>(n) : 0));
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    if (handle.ok()) handle_ = *handle;
+  }
+  ~Exporter() { KillAndReap(); }
+  // It has ended then; until this object goes its parent has not noticed.
+  void Kill() {
+    kill(pid_, SIGKILL);
+    siginfo_t ended;
+    waitid(P_PID, static_cast<id_t>(pid_), &ended, WEXITED | WNOWAIT);
+  }
+  void KillAndReap() {
+    if (pid_ <= 0) return;
+    Kill();
+    waitpid(pid_, nullptr, 0);
+    pid_ = 0;
+  }
+  pid_t pid() const { return pid_; }
+  const transport::cuda::DeviceHandle& handle() const { return handle_; }
+
+  static int Play() {
+    if (!transport::cuda::FindCudart().ok()) return 1;
+    void* data = nullptr;
+    if (cudaMalloc(&data, 4096) != cudaSuccess) return 1;
+    const auto gpu = transport::cuda::ProcessGpu::Of(data);
+    if (!gpu.ok()) return 1;
+    const auto place = (*gpu)->Describe(data, 4096);
+    if (!place.ok()) return 1;
+    const std::string handle = place->handle.Encode();
+    if (write(1, handle.data(), handle.size()) < 0) return 1;
+    while (true) pause();
+  }
+
+ private:
+  pid_t pid_ = 0;
+  transport::cuda::DeviceHandle handle_;
+};
+
+// Whoever exported the memory died between that and the registration.
+TEST_F(GpuBadInputTest, AnExporterThatHasEnded) {
+  Start();
+  // The agent is there, and knows other memory.
+  GpuTrainer source(&cluster_, "a", 1);
+  ASSERT_TRUE(source.Register().ok());
+  const pid_t agent =
+      ChildOf(cluster_.process("a")->pid(), "weightsync_device_agent");
+  ASSERT_NE(agent, 0);
+  {
+    // The trainer itself. Its daemon has seen it come, and asks the agent,
+    // which finds it dead. (Once more where it died before its daemon had even
+    // looked up who it is.)
+    pid_t pid = 0;
+    absl::Status registered;
+    const auto register_dead = [&](int i, bool reaped) {
+      Exporter exporter;
+      pid = exporter.pid();
+      BareTrainer trainer(&cluster_, "a", pid);
+      Fill(exporter.handle(), &trainer);
+      EXPECT_EQ(kill(agent, SIGSTOP), 0);
+      std::thread registering([&] { registered = trainer.Register(); });
+      absl::SleepFor(i * absl::Milliseconds(200));
+      if (reaped) {
+        exporter.KillAndReap();
+      } else {
+        exporter.Kill();
+      }
+      absl::SleepFor(absl::Milliseconds(100));
+      EXPECT_EQ(kill(agent, SIGCONT), 0);
+      registering.join();
+    };
+    // Whether its parent has noticed, or not yet.
+    for (const bool reaped : {true, false}) {
+      registered = absl::NotFoundError("not tried");
+      for (int i = 1; i <= 5 && absl::IsNotFound(registered); ++i)
+        register_dead(i, reaped);
+      EXPECT_TRUE(Refused(
+          registered, absl::StatusCode::kFailedPrecondition, "EXPORTER_DEAD",
+          absl::StrCat("process ", pid,
+                       ", which exported this memory, has ended")))
+          << reaped;
+      EXPECT_TRUE(StillServes());
+    }
+  }
+  {
+    // A child of the trainer, of which a daemon cannot know.
+    Exporter exporter;
+    BareTrainer trainer(&cluster_, "a", getpid());
+    Fill(exporter.handle(), &trainer);
+    exporter.Kill();
+    EXPECT_TRUE(Refused(trainer.Register(),
+                        absl::StatusCode::kFailedPrecondition,
+                        "ALLOCATION_FREED", "register the tensors again"));
+    EXPECT_TRUE(StillServes());
+  }
+  // The same agent, all the while.
+  EXPECT_EQ(Gpu("a", 0).restart_count(), 0);
+  GpuReplica replica(&cluster_, "a", "one", 1, 1);
+  ASSERT_TRUE(source.Publish(1).ok());
+  EXPECT_TRUE(replica.Holds(1));
 }
 
 TEST_F(GpuBadInputTest, AGpuWithoutRoom) {
@@ -411,5 +538,15 @@ TEST_F(GpuBadInputTest, AWorkerThatWantsAnotherType) {
 }
 
 }  // namespace
+
+int RunExporter() { return Exporter::Play(); }
+
 }  // namespace e2e
 }  // namespace weightsync
+
+int main(int argc, char** argv) {
+  if (argc == 2 && std::string(argv[1]) == weightsync::e2e::kExporter)
+    return weightsync::e2e::RunExporter();
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -3,8 +3,15 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -126,6 +133,115 @@ TEST_F(GpuMemoryTest, ArenasArePinnedOnce) {
   }
   EXPECT_EQ(gpu_sim::TakeNotes(), "");
   gpu_sim::Plant("");
+}
+
+// "0x7f…" in a process: which file is mapped there. 0: none is.
+uint64_t FileAt(pid_t process, const std::string& address) {
+  const uint64_t at = std::stoull(address, nullptr, 16);
+  std::ifstream maps(absl::StrCat("/proc/", process, "/maps"));
+  std::string line;
+  while (std::getline(maps, line)) {
+    uint64_t begin = 0, end = 0, file = 0;
+    if (sscanf(line.c_str(), "%" SCNx64 "-%" SCNx64 " %*s %*s %*s %" SCNu64,
+               &begin, &end, &file) == 3 &&
+        at >= begin && at < end)
+      return file;
+  }
+  return 0;
+}
+
+// Notes of a call, with the process that made each (note=2).
+struct Note {
+  pid_t process = 0;
+  std::string what;  // the first word of what it was given
+};
+std::vector<Note> NotesOf(const std::string& call) {
+  std::vector<Note> notes;
+  std::istringstream lines(gpu_sim::Notes());
+  std::string line;
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    std::string name, by;
+    Note note;
+    if (words >> name >> by >> note.process >> note.what && name == call)
+      notes.push_back(note);
+  }
+  return notes;
+}
+
+// Whoever pins the same arena twice, perhaps at two addresses, holds its GPU up
+// twice.
+TEST_F(GpuMemoryTest, EachProcessPinsAnArenaOnce) {
+  StartNode("a", GpuFlags());
+  gpu_sim::TakeNotes();
+  gpu_sim::Plant("call=cudaHostRegister note=2 count=0");
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 1);
+  for (const int version : {1, 2, 3, 4, 5}) {
+    ASSERT_TRUE(trainer.Publish(version).ok());
+    EXPECT_TRUE(replica.Holds(version));
+  }
+  const pid_t agent =
+      ChildOf(cluster_.process("a")->pid(), "weightsync_device_agent");
+  ASSERT_NE(agent, 0);
+  // By process, and by the file that an arena is.
+  std::map<pid_t, std::map<uint64_t, int>> pinned;
+  for (const Note& note : NotesOf("cudaHostRegister")) {
+    const uint64_t file = FileAt(note.process, note.what);
+    // A worker's own memory is none of the daemon's arenas.
+    if (file != 0) ++pinned[note.process][file];
+  }
+  EXPECT_EQ(pinned.size(), 2u) << gpu_sim::Notes();
+  // The store has places for two versions.
+  EXPECT_FALSE(pinned[agent].empty()) << gpu_sim::Notes();
+  EXPECT_FALSE(pinned[getpid()].empty()) << gpu_sim::Notes();
+  for (const auto& [process, files] : pinned) {
+    for (const auto& [file, times] : files)
+      EXPECT_EQ(times, 1) << process << ": " << file << " in\n"
+                          << gpu_sim::Notes();
+  }
+  // A worker pins nothing but what the agent has, too.
+  for (const auto& [file, times] : pinned[getpid()])
+    EXPECT_EQ(pinned[agent].count(file), 1u) << file;
+  gpu_sim::TakeNotes();
+}
+
+// To ask for a handle takes a lock of the driver. A trainer's allocation has
+// one, and so have its probe and each arena of the agent, for all updates.
+TEST_F(GpuMemoryTest, AHandleIsMadeOncePerAllocation) {
+  std::vector<std::string> flags = GpuFlags();
+  flags.push_back("--store=device");
+  StartNode("a", flags);
+  gpu_sim::TakeNotes();
+  gpu_sim::Plant("call=cudaIpcGetMemHandle note=2 count=0");
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 0);
+  for (const int version : {1, 2}) ASSERT_TRUE(trainer.Publish(version).ok());
+  const size_t first = NotesOf("cudaIpcGetMemHandle").size();
+  for (const int version : {3, 4, 5}) {
+    ASSERT_TRUE(trainer.Publish(version).ok());
+    EXPECT_TRUE(replica.Holds(version));
+  }
+  const pid_t agent =
+      ChildOf(cluster_.process("a")->pid(), "weightsync_device_agent");
+  std::map<pid_t, std::map<std::string, int>> made;
+  for (const Note& note : NotesOf("cudaIpcGetMemHandle"))
+    ++made[note.process][note.what];
+  for (const auto& [process, allocations] : made) {
+    for (const auto& [allocation, times] : allocations)
+      EXPECT_EQ(times, 1) << process << ": " << allocation << " in\n"
+                          << gpu_sim::Notes();
+  }
+  // The trainer's: the allocation and the probe. The agent's: at least its
+  // probe, its slots and a version's arena.
+  EXPECT_EQ(made.size(), 2u) << gpu_sim::Notes();
+  EXPECT_EQ(made[getpid()].size(), 2u) << gpu_sim::Notes();
+  EXPECT_GE(made[agent].size(), 4u) << gpu_sim::Notes();
+  // Arenas are used again: later updates make none.
+  EXPECT_EQ(NotesOf("cudaIpcGetMemHandle").size(), first) << gpu_sim::Notes();
+  gpu_sim::TakeNotes();
 }
 
 TEST_F(GpuMemoryTest, ADeadAgentCostsOnePublishAtMost) {

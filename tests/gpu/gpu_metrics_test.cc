@@ -126,6 +126,7 @@ TEST_F(GpuMetricsTest, EveryUseOfAGpuIsToldApart) {
   EXPECT_GT(figure("context_bytes"), 0);
   EXPECT_LT(figure("context_bytes"), 64 << 20);
   EXPECT_EQ(figure("nccl_bytes"), 20 << 20);
+  EXPECT_EQ(figure("nccl_communicators"), 1);
   EXPECT_EQ(figure("memory_total_bytes"), said.total_bytes());
   EXPECT_LT(figure("memory_free_bytes"), figure("memory_total_bytes"));
   EXPECT_LE(figure("slot_bytes") + figure("device_store_bytes") +

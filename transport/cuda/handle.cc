@@ -1,6 +1,7 @@
 #include "transport/cuda/handle.h"
 
-#include <signal.h>
+#include <poll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,6 +51,17 @@ uint64_t StartTimeOf(int64_t pid) {
   return std::strtoull(field.c_str(), nullptr, 10);
 }
 
+// Also where its parent has not noticed yet: the driver has taken everything
+// from it.
+bool HasEnded(int64_t pid) {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0) return errno == ESRCH;
+  pollfd ended = {fd, POLLIN, 0};
+  const bool has = poll(&ended, 1, 0) > 0;
+  close(fd);
+  return has;
+}
+
 }  // namespace
 
 ProcessIdentity ThisProcess() {
@@ -74,8 +86,7 @@ ProcessIdentity IdentityOf(int64_t pid) {
 ProcessState StateOf(const ProcessIdentity& process) {
   if (process.pid_namespace != PidNamespace())
     return ProcessState::kOtherNamespace;
-  if (kill(static_cast<pid_t>(process.pid), 0) != 0 && errno == ESRCH)
-    return ProcessState::kDead;
+  if (HasEnded(process.pid)) return ProcessState::kDead;
   return StartTimeOf(process.pid) == process.start_time ? ProcessState::kAlive
                                                         : ProcessState::kDead;
 }

@@ -317,6 +317,15 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
   return absl::OkStatus();
 }
 
+absl::Status LiveMemory::Pack(const PackRequest& request, PackResult* result) {
+  bool on_gpu = GpuOf(request.bucket) != nullptr;
+  for (const PackPiece& piece : request.pieces)
+    on_gpu = on_gpu || GpuOf(piece.copy.source()) != nullptr;
+  if (!on_gpu) return host_->Pack(request, result);
+  return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
+                   "GPU memory is packed by the daemon's device agent alone");
+}
+
 absl::Status LiveMemory::MakeBuffer() {
   if (buffer_ != nullptr) return absl::OkStatus();
   void* const data = mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,

@@ -76,9 +76,8 @@ class LiveMemory final : public Memory {
     const ProcessGpu* const gpu = GpuOf(address);
     return gpu == nullptr ? "" : gpu->uuid();
   }
-  absl::Status Pack(const PackRequest& request, PackResult* result) override {
-    return host_->Pack(request, result);
-  }
+  // On the host alone: INVALID_ARGUMENT (BAD_COPY) of GPU memory.
+  absl::Status Pack(const PackRequest& request, PackResult* result) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
   absl::Status Write(absl::Span<const char> from, char* to) override;
 

@@ -99,7 +99,12 @@ inline std::string FromParent() {
   uint32_t size = 0;
   if (read(0, &size, 4) != 4) return "";
   std::string bytes(size, '\0');
-  if (size > 0 && read(0, &bytes[0], size) != ssize_t{size}) _exit(3);
+  for (size_t done = 0; done < size;) {
+    // A pipe gives as much as it holds.
+    const ssize_t n = read(0, &bytes[done], size - done);
+    if (n <= 0) _exit(3);
+    done += static_cast<size_t>(n);
+  }
   return bytes;
 }
 inline void ToParent(const std::string& bytes) {

@@ -62,10 +62,10 @@ bool OldDriver() {
 
 }  // namespace
 
-cudaError_t Enter(const char* name, Fault* fault) {
+cudaError_t Enter(const char* name, Fault* fault, const std::string& given) {
   if (!UsableProcess()) return cudaErrorInitializationError;
   if (OldDriver()) return cudaErrorInsufficientDriver;
-  const Fault planted = Planted(name);
+  const Fault planted = Planted(name, given);
   if (fault != nullptr) *fault = planted;
   if (planted.sticky != 0) {
     cudaError_t error;
@@ -82,6 +82,11 @@ namespace {
 
 #define ENTER(name) \
   if (const cudaError_t entered = Enter(#name)) return Record(entered)
+
+// With what it was given, for notes.
+#define ENTER_WITH(name, given)                                   \
+  if (const cudaError_t entered = Enter(#name, nullptr, (given))) \
+  return Record(entered)
 
 #define CONTEXT(context)                                   \
   cudaError_t context_error;                               \
@@ -608,9 +613,9 @@ GPU_SIM_API cudaError_t cudaFreeHost(void* pointer) {
 }
 GPU_SIM_API cudaError_t cudaHostRegister(void* pointer, size_t bytes,
                                          unsigned int) {
-  ENTER(cudaHostRegister);
-  CONTEXT(context);
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
+  ENTER_WITH(cudaHostRegister, Hex(address) + " " + std::to_string(bytes));
+  CONTEXT(context);
   std::lock_guard<std::mutex> lock(Here().mutex);
   const auto next = Here().pinned.lower_bound(address);
   if (next != Here().pinned.end() && next->first < address + bytes)
@@ -745,12 +750,13 @@ GPU_SIM_API cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
 
 GPU_SIM_API cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle,
                                             void* pointer) {
-  ENTER(cudaIpcGetMemHandle);
   const uint64_t address = reinterpret_cast<uint64_t>(pointer);
   Context* const context = ContextOf(address);
   Range range;
-  if (context == nullptr || !context->FindRange(address, &range))
-    return Record(cudaErrorInvalidValue);
+  const bool known = context != nullptr && context->FindRange(address, &range);
+  ENTER_WITH(cudaIpcGetMemHandle, std::to_string(range.buffer_id) + " " +
+                                      std::to_string(range.bytes));
+  if (!known) return Record(cudaErrorInvalidValue);
   if (const cudaError_t lost = context->fault()) return Record(lost);
   std::string bytes;
   const Reply reply =

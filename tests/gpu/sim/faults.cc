@@ -56,7 +56,7 @@ std::vector<Rule> Parse(std::istream& lines) {
       } else if (name == "stall") {
         rule.fault.stall = number != 0;
       } else if (name == "note") {
-        rule.fault.note = number != 0;
+        rule.fault.note = number;
       } else if (name == "unexportable") {
         rule.fault.unexportable = number != 0;
       } else {
@@ -108,8 +108,11 @@ Fault Planted(const char* name, const std::string& given) {
       break;
     }
   }
-  if (fault.note) {
-    const std::string line = name + (given.empty() ? "" : " " + given) + "\n";
+  if (fault.note != 0) {
+    const std::string who =
+        fault.note > 1 ? " by " + std::to_string(getpid()) : "";
+    const std::string line =
+        name + who + (given.empty() ? "" : " " + given) + "\n";
     const int fd = open((Dir() + "/notes").c_str(),
                         O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0 || write(fd, line.data(), line.size()) !=

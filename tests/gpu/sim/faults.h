@@ -21,6 +21,10 @@
 //                  what it was given where that is nowhere else to be seen.
 //                  copyToHost, copyToDevice and copyWithin stand for all calls
 //                  that copy so: the call and its bytes are noted
+//   note=2         the same, and after the call's name " by PID":
+//   cudaHostRegister
+//                  was given an address and bytes, cudaIpcGetMemHandle the
+//                  number of the allocation in its process and bytes
 //   unexportable=1 (cudaMalloc) the memory is as PyTorch's expandable segments
 //   async=E        (ncclGroupEnd) the communicator has the error E from now on
 // e.g. "call=cudaMalloc error=2 after=1", "call=ncclCommAbort hang=1".
@@ -37,7 +41,7 @@ struct Fault {
   int async = 0;
   bool stall = false;
   bool unexportable = false;
-  bool note = false;
+  int note = 0;
   bool any() const {
     return error || sticky || async || stall || unexportable || note;
   }

@@ -23,7 +23,8 @@ size_t LoadedModules();
 
 // What comes first in every call: whether there is a device, and what is
 // planted for the call.
-cudaError_t Enter(const char* name, Fault* fault = nullptr);
+cudaError_t Enter(const char* name, Fault* fault = nullptr,
+                  const std::string& given = "");
 // Of this thread; null where it has called nothing yet that makes one current.
 Context* BoundContext();
 // Dies where there is none: the simulation lacks it.

@@ -117,6 +117,8 @@ struct AgentUsage {
   // each, and an estimate, because it counts what any other process of the GPU
   // took or freed meanwhile.
   int64_t nccl_bytes = 0;
+  // Communicators that are there, idle ones too: the count of those bytes.
+  int64_t nccl_communicators = 0;
 };
 
 }  // namespace cuda

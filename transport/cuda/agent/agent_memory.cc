@@ -535,6 +535,11 @@ absl::Status AgentMemory::PackMixed(const PackRequest& request,
 
 absl::Status AgentMemory::Copy(absl::Span<const CopyTask> tasks,
                                const CopyOptions& options, Digest* digest) {
+  // All of them before the first byte, wherever that is.
+  for (const CopyTask& task : tasks) {
+    const absl::Status status = task.Validate();
+    if (!status.ok()) return status;
+  }
   std::vector<CopyTask> here;
   std::vector<const CopyTask*> on_device;
   std::map<Gpu*, std::pair<std::vector<CopyTask>, Regions>> there;
@@ -556,8 +561,6 @@ absl::Status AgentMemory::Copy(absl::Span<const CopyTask> tasks,
       here.push_back(task);
       continue;
     }
-    const absl::Status status = task.Validate();
-    if (!status.ok()) return status;
     auto& [of_gpu, regions] = there[region->gpu_];
     for (CopyTask& part : SplitCopy(task, slot_bytes_)) {
       of_gpu.push_back(std::move(part));

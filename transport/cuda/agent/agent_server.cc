@@ -352,8 +352,10 @@ class AgentServer {
     told.imports = memory_->imports()->size();
     {
       absl::MutexLock lock(&nccl_mutex_);
-      if (nccl_ != nullptr)
+      if (nccl_ != nullptr) {
         told.nccl_bytes = nccl_->staging_bytes() + nccl_->communicator_bytes();
+        told.nccl_communicators = nccl_->communicators();
+      }
     }
     out->Put(told);
     return absl::OkStatus();
