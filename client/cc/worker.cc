@@ -174,14 +174,17 @@ class Worker::Impl {
 
   void Close() {
     lease_.Stop();
-    queue_.Stop();
     // What this has taken of GPUs goes now, and not with the object, which an
     // interpreter may keep for long: pinned arenas, streams, a buffer.
-    absl::MutexLock lock(&close_mutex_);
-    streaming_ = nullptr;
-    plans_.clear();
-    store_.Clear();
-    memory_ = nullptr;
+    queue_.Clear();
+    Post([this] {
+      streaming_ = nullptr;
+      plans_.clear();
+      store_.Clear();
+      memory_ = nullptr;
+    });
+    queue_.WaitIdle(absl::InfiniteFuture());
+    queue_.Stop();
   }
 
   absl::Status WaitRegistered(absl::Time deadline) {
@@ -270,6 +273,14 @@ class Worker::Impl {
  private:
   using WorkerLease = Lease<v1::WorkerReport, v1::WorkerCommand>;
 
+  void Post(std::function<void()> work) {
+    queue_.Post([work = std::move(work)] {
+      // Else a context would be made on the first GPU of every engine.
+      transport::cuda::ProcessGpu::KeepDevice();
+      work();
+    });
+  }
+
   std::string Name() const {
     return absl::StrCat("worker ", options_.worker_index, " of ",
                         options_.model, "/replicas/", options_.replica);
@@ -286,7 +297,7 @@ class Worker::Impl {
     callbacks.message = [this](v1::WorkerCommand command,
                                WorkerLease::StreamNumber stream) {
       if (command.has_heartbeat()) return;
-      queue_.Post([this, stream, command = std::move(command)] {
+      Post([this, stream, command = std::move(command)] {
         Execute(command, stream);
       });
     };
@@ -310,7 +321,7 @@ class Worker::Impl {
     if (!queue_.WaitIdle(deadline)) {
       LOG(WARNING) << Name() << " registers while a copy still runs";
     }
-    queue_.Post([this] {
+    Post([this] {
       store_.Clear();
       plans_.clear();
       // What was streamed so far stays what it is: WRITING.
@@ -332,32 +343,42 @@ class Worker::Impl {
     for (const Tensor& tensor : sets_[0]) {
       *worker->add_tensors() = ToWantedTensor(tensor);
     }
-    {
-      absl::MutexLock lock(&mutex_);
-      for (const std::string& uuid : memory_->device_uuids()) {
-        if (closed_devices_.count(uuid) == 0) worker->add_device_uuids(uuid);
-      }
-    }
+    for (const std::string& uuid : Reachable()) worker->add_device_uuids(uuid);
     *worker->mutable_installed() = installed();
     return report;
+  }
+
+  // The GPUs whose memory can be opened here, as far as is known: the first is
+  // one that the tensors are on. Where not even memory of their own can be
+  // opened, that of others cannot.
+  std::vector<std::string> Reachable() const {
+    std::vector<std::string> uuids = memory_->device_uuids();
+    absl::MutexLock lock(&mutex_);
+    if (!uuids.empty() && closed_devices_.count(uuids[0]) > 0) return {};
+    uuids.erase(std::remove_if(uuids.begin(), uuids.end(),
+                               [this](const std::string& uuid)
+                                   ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+                                     return closed_devices_.count(uuid) > 0;
+                                   }),
+                uuids.end());
+    return uuids;
   }
 
   // Memory of the daemon on a GPU that cannot be opened here: the daemon is
   // told not to count on it, and brings copies in host memory.
   void CloseDevice(const std::string& uuid, const absl::Status& why) {
-    const std::string reason = ErrorReason(why);
+    static const auto* const lasting = new std::set<std::string>{
+        "ALLOCATION_FREED",  "CUDA_ERROR",      "DEVICE_NOT_VISIBLE",
+        "FOREIGN_NAMESPACE", "MIG_NO_IPC",      "NO_DEVICE_MEMORY",
+        "NO_PEER_ACCESS",    "PAST_ALLOCATION", "PROBE_FAILED"};
     // Of memory that has gone, its GPU's agent says more.
-    if (uuid.empty() ||
-        (reason != "PROBE_FAILED" && reason != "ALLOCATION_FREED" &&
-         reason != "MIG_NO_IPC" && reason != "DEVICE_NOT_VISIBLE")) {
-      return;
-    }
+    if (uuid.empty() || lasting->count(ErrorReason(why)) == 0) return;
     {
       absl::MutexLock lock(&mutex_);
       if (!closed_devices_.insert(uuid).second) return;
     }
     LOG(WARNING) << Name() << " takes its weights by way of host memory, as "
-                 << "those on " << uuid << " cannot be opened";
+                 << "those on " << uuid << " cannot be opened: " << why;
     lease_.Restart();
   }
 
@@ -767,8 +788,8 @@ class Worker::Impl {
           DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
                       apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
-      // Within a GPU copy engines copy, which compute nothing: the daemon's
-      // agent has the digest.
+      // Within and between GPUs copy engines copy, which compute nothing: the
+      // daemon's agent has the digest.
       const bool on_gpu = memory->kind() == transport::MemoryKind::kCuda;
       if (on_gpu) {
         const absl::Status here = CheckDevice(*memory, *tasks);
@@ -797,17 +818,17 @@ class Worker::Impl {
     lease_.Write(stream, std::move(report));
   }
 
-  // Nothing is copied between GPUs, or by way of host memory, in the time that
-  // an engine stands still: the daemon does that chunk by chunk.
+  // Nothing is copied by way of host memory in the time that an engine stands
+  // still: the daemon does that chunk by chunk.
   absl::Status CheckDevice(const transport::Segment& memory,
                            const std::vector<transport::CopyTask>& tasks) {
-    const std::string uuid = memory.device_uuid();
     for (const transport::CopyTask& task : tasks) {
-      if (memory_->get()->DeviceOf(task.dst) == uuid) continue;
-      return ErrorStatus(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
-                         absl::StrCat("The trainer's memory is on ", uuid,
-                                      ", where not all of the tensors of ",
-                                      Name(), " are; nothing was written."));
+      if (memory_->CopiesStraight(memory.data(), task.dst)) continue;
+      return ErrorStatus(
+          absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+          absl::StrCat("The trainer's memory is on ", memory.device_uuid(),
+                       ", to which not all of the tensors of ", Name(),
+                       " have a way; nothing was written."));
     }
     return absl::OkStatus();
   }
@@ -1025,8 +1046,6 @@ class Worker::Impl {
   // Until Close.
   std::unique_ptr<ClientMemory> memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
-  absl::Mutex close_mutex_;
-
   mutable absl::Mutex mutex_;
   v1::InstalledState installed_ ABSL_GUARDED_BY(mutex_);
   bool applying_ ABSL_GUARDED_BY(mutex_) = false;

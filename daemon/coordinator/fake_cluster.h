@@ -49,6 +49,8 @@ struct FakeEngine {
   int removes = 0;
   bool fail_remove = false;
   bool isolation_hold = false;
+  // That its workers have said they reach.
+  std::vector<std::string> device_uuids;
   std::vector<std::string> refused_command_ids;
   v1::PauseReplicaCommand last_pause;
   v1::ResumeReplica last_resume;
