@@ -365,14 +365,18 @@ class Worker::Impl {
   }
 
   // Memory of the daemon on a GPU that cannot be opened here: the daemon is
-  // told not to count on it, and brings copies in host memory.
+  // told not to count on it, and brings copies in host memory. Whatever the
+  // reason: tried again it would be for ever.
   void CloseDevice(const std::string& uuid, const absl::Status& why) {
-    static const auto* const lasting = new std::set<std::string>{
-        "ALLOCATION_FREED",  "CUDA_ERROR",      "DEVICE_NOT_VISIBLE",
-        "FOREIGN_NAMESPACE", "MIG_NO_IPC",      "NO_DEVICE_MEMORY",
-        "NO_PEER_ACCESS",    "PAST_ALLOCATION", "PROBE_FAILED"};
-    // Of memory that has gone, its GPU's agent says more.
-    if (uuid.empty() || lasting->count(ErrorReason(why)) == 0) return;
+    const std::string reason = ErrorReason(why);
+    // What has gone with its agent or was given back is offered no more, this
+    // process's own context is lost to other copies too, and of tokens the next
+    // stream has fresh ones.
+    if (uuid.empty() || reason == "EXPORTER_DEAD" || reason == "SEGMENT_GONE" ||
+        reason == "DEVICE_FAULT" || absl::StartsWith(reason, "TOKEN_") ||
+        absl::StartsWith(reason, "FD_SOCKET_")) {
+      return;
+    }
     {
       absl::MutexLock lock(&mutex_);
       if (!closed_devices_.insert(uuid).second) return;

@@ -117,7 +117,8 @@ class GpuStreamTest : public GpuClusterTest {
   // Notes what `role` copies in which direction from now on.
   static void Watch(const std::string& role) {
     std::string rules;
-    for (const char* call : {"copyToHost", "copyToDevice", "copyWithin"}) {
+    for (const char* call :
+         {"copyToHost", "copyToDevice", "copyWithin", "copyBetween"}) {
       absl::StrAppend(&rules, "call=", call, " process=", role,
                       " note=1 count=0;");
     }
@@ -207,10 +208,33 @@ TEST_F(GpuStreamTest, DevicesAreFoundWhateverTheirOrder) {
   EXPECT_EQ(Copied(gpu_sim::TakeNotes(), "copyWithin"), ModelBytes());
 }
 
-TEST_F(GpuStreamTest, AWorkerOnAnotherGpuIsPassedBuckets) {
+// Straight out of the trainer's memory, from GPU to GPU.
+TEST_F(GpuStreamTest, AWorkerOnAnotherGpuReadsTheTrainers) {
   StartNode("a", GpuFlags());
   GpuTrainer trainer(&cluster_, "a", 2);
   ASSERT_TRUE(trainer.Register().ok());
+  const auto worker = Child("worker", "a", 1);
+  ASSERT_TRUE(WaitSays(*worker, "ready"));
+  for (const int version : {1, 2}) {
+    Watch("worker");
+    v1::UpdateOptions options = Streamed();
+    options.set_verify_source(version == 2);
+    ASSERT_TRUE(trainer.Publish(version, options).ok());
+    ASSERT_TRUE(WaitSays(*worker, absl::StrCat("holds ", version, ".")))
+        << worker->Log();
+    const std::string notes = gpu_sim::TakeNotes();
+    EXPECT_EQ(Copied(notes, "copyBetween"), ModelBytes()) << notes;
+    EXPECT_EQ(Copied(notes, "copyToDevice"), 0) << notes;
+    EXPECT_TRUE(Verified());
+  }
+  EXPECT_EQ(Count(LogOf("a"), "is passed bucket"), 0u) << LogOf("a");
+}
+
+TEST_F(GpuStreamTest, AWorkerWithoutPeerAccessIsPassedBuckets) {
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 2);
+  ASSERT_TRUE(trainer.Register().ok());
+  gpu_sim::Plant("call=peerAccess no=1 count=0");
   const auto worker = Child("worker", "a", 1);
   ASSERT_TRUE(WaitSays(*worker, "ready"));
   Watch("worker");
@@ -218,7 +242,45 @@ TEST_F(GpuStreamTest, AWorkerOnAnotherGpuIsPassedBuckets) {
   ASSERT_TRUE(WaitSays(*worker, "holds 1.")) << worker->Log();
   const std::string notes = gpu_sim::TakeNotes();
   EXPECT_EQ(Copied(notes, "copyToDevice"), ModelBytes()) << notes;
-  EXPECT_EQ(Copied(notes, "copyWithin"), 0) << notes;
+  EXPECT_EQ(Copied(notes, "copyBetween"), 0) << notes;
+}
+
+// A trainer and an engine in one process, on two GPUs: CUDA opens nothing
+// there, and the daemon passes the buckets.
+TEST_F(GpuStreamTest, OneProcessOnTwoGpusIsPassedBuckets) {
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 1);
+  for (const int version : {1, 2}) {
+    ASSERT_TRUE(trainer.Publish(version, Streamed()).ok());
+    EXPECT_TRUE(replica.Holds(version)) << version;
+  }
+}
+
+// --store=device, and a worker whose process was not given the trainer's GPU.
+TEST_F(GpuStreamTest, AWorkerThatDoesNotSeeTheGpuIsServedThroughTheHost) {
+  std::vector<std::string> flags = GpuFlags();
+  flags.push_back("--store=device");
+  StartNode("a", flags);
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  setenv("GPU_SIM_VISIBLE", "1", 1);
+  const auto worker = Child("worker", "a", 0);
+  unsetenv("GPU_SIM_VISIBLE");
+  ASSERT_TRUE(WaitSays(*worker, "ready"));
+  int version = 0;
+  for (const v1::UpdateOptions& options : {v1::UpdateOptions(), Streamed()}) {
+    ++version;
+    Watch("worker");
+    ASSERT_TRUE(trainer.Publish(version, options).ok());
+    ASSERT_TRUE(WaitSays(*worker, absl::StrCat("holds ", version, ".")))
+        << worker->Log();
+    const std::string notes = gpu_sim::TakeNotes();
+    EXPECT_EQ(Copied(notes, "copyToDevice"), ModelBytes()) << notes;
+    EXPECT_EQ(Copied(notes, "copyBetween"), 0) << notes;
+  }
+  EXPECT_EQ(worker->Log().find("wrong"), std::string::npos) << worker->Log();
 }
 
 // A trainer and an engine in one process: nothing is opened.
