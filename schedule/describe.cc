@@ -263,17 +263,24 @@ std::vector<GroupReport> GroupsOf(const PolicyPlan& plan,
 void CountInside(const PolicyPlan& plan, const PlanCluster& cluster,
                  PlanReport* report) {
   report->beside_sender.assign(cluster.nodes.size(), 0);
-  std::map<std::pair<int, int>, int32_t> node_of;
+  std::map<std::pair<int, int>, int32_t> index_of;
   for (size_t i = 0; i < cluster.worker_ids.size(); ++i) {
-    node_of[cluster.worker_ids[i]] = cluster.workers[i].node;
+    index_of[cluster.worker_ids[i]] = static_cast<int32_t>(i);
   }
+  const auto node_of = [&](const std::pair<int, int>& target) {
+    return cluster.workers[static_cast<size_t>(index_of.at(target))].node;
+  };
+  const auto count = [&](int32_t worker) {
+    const int32_t node = cluster.workers[static_cast<size_t>(worker)].node;
+    ++report->beside_sender[static_cast<size_t>(node)];
+    report->beside_workers.push_back(worker);
+  };
   if (plan.policy == Policy::kPaired) {
     for (const GroupReport& group : report->groups) {
       int elsewhere = 0;
       for (const std::pair<int, int>& target : group.targets) {
-        const int32_t node = node_of[target];
-        if (node == group.sender_node) {
-          ++report->beside_sender[static_cast<size_t>(node)];
+        if (node_of(target) == group.sender_node) {
+          count(index_of.at(target));
         } else {
           ++elsewhere;
         }
@@ -288,15 +295,15 @@ void CountInside(const PolicyPlan& plan, const PlanCluster& cluster,
     bool inner = true;
     for (int node : group.nodes) inner = inner && node == group.sender_node;
     for (const std::pair<int, int>& target : group.targets) {
-      inner = inner && node_of[target] == group.sender_node;
+      inner = inner && node_of(target) == group.sender_node;
     }
     if (inner) ++report->inner_groups;
   }
   // A bucket that nobody elsewhere needs has no flow at all.
   for (int32_t node : cluster.rank_nodes) senders.insert(node);
-  for (const WorkerNeed& worker : cluster.workers) {
-    if (senders.count(worker.node) > 0)
-      ++report->beside_sender[static_cast<size_t>(worker.node)];
+  for (size_t i = 0; i < cluster.workers.size(); ++i) {
+    if (senders.count(cluster.workers[i].node) > 0)
+      count(static_cast<int32_t>(i));
   }
 }
 
@@ -458,14 +465,20 @@ std::string ExplainPaths(const PlanReport& report) {
     std::vector<std::string> nodes;
   };
   std::map<std::string, Way> ways;
+  const auto add = [&](const char* by, int workers, const std::string& node) {
+    if (workers == 0) return;
+    ways[by].workers += workers;
+    ways[by].nodes.push_back(node);
+  };
   for (size_t i = 0; i < report.beside_sender.size(); ++i) {
-    if (report.beside_sender[i] == 0) continue;
-    Way& way =
-        ways[report.on_gpus.empty() ? "shared memory, or CUDA IPC from GPUs"
-             : report.on_gpus[i]    ? "CUDA IPC and shared memory"
-                                    : "shared memory"];
-    way.workers += report.beside_sender[i];
-    way.nodes.push_back(report.nodes[i]);
+    const int straight = report.gpu_to_gpu.empty() ? 0 : report.gpu_to_gpu[i];
+    add("CUDA IPC for what waits on GPUs", straight, report.nodes[i]);
+    // By IPC from the trainers' GPUs, and by way of host memory to the workers:
+    // with a store there, and to those who cannot open the GPUs'.
+    add(report.on_gpus.empty() ? "shared memory, or CUDA IPC from GPUs"
+        : report.on_gpus[i]    ? "CUDA IPC and shared memory"
+                               : "shared memory",
+        report.beside_sender[i] - straight, report.nodes[i]);
   }
   if (ways.empty()) return "";
   std::string text = "inside a node, over no group:";

@@ -96,10 +96,15 @@ struct PlanReport {
   // By node: workers beside the rank that sends to them. What it sends them
   // goes over no group.
   std::vector<int> beside_sender;
+  // Which they are, once for each count: indices of PlanCluster::workers.
+  std::vector<int32_t> beside_workers;
   // Groups of which nobody is on another node: they are not made.
   int inner_groups = 0;
-  // By node, where that is known: whether its daemon serves GPUs.
+  // By node, where that is known: whether its daemon serves GPUs; and how many
+  // of beside_sender copy out of memory of all of those, in which the node's
+  // store has what it holds.
   std::vector<bool> on_gpus;
+  std::vector<int> gpu_to_gpu;
   std::vector<WorkerReport> workers;  // those asked for
 };
 

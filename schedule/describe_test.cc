@@ -147,6 +147,15 @@ TEST_F(DescribeTest, WhoNeedsNoGroupIsSaidAndHowItIsReached) {
             "IPC and shared memory (a), 1 worker beside the sender by shared "
             "memory (c); 1 of 3 groups would have nobody elsewhere, and is not "
             "made");
+  // One of the two on a reaches the GPUs in which the store lies.
+  report.gpu_to_gpu = {1, 0, 0};
+  report.inner_groups = 0;
+  EXPECT_EQ(ExplainPaths(report),
+            "inside a node, over no group: 1 worker beside the sender by CUDA "
+            "IPC and shared memory (a), 1 worker beside the sender by CUDA IPC "
+            "for what waits on GPUs (a), 1 worker beside the sender by shared "
+            "memory (c)");
+  report.gpu_to_gpu.clear();
   report.nodes.assign(100, "n");
   report.beside_sender.assign(100, 1);
   report.on_gpus.assign(100, false);

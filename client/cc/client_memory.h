@@ -32,8 +32,11 @@ class ClientMemory {
     return live_.AddRange(data, bytes);
   }
 
-  // Of those ranges.
+  // See LiveMemory.
   std::vector<std::string> device_uuids() const { return live_.device_uuids(); }
+  bool CopiesStraight(const char* source, const char* target) const {
+    return live_.CopiesStraight(source, target);
+  }
 
   transport::Memory* get() { return &live_; }
 

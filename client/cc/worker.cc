@@ -175,14 +175,17 @@ class Worker::Impl {
 
   void Close() {
     lease_.Stop();
-    queue_.Stop();
     // What this has taken of GPUs goes now, and not with the object, which an
     // interpreter may keep for long: pinned arenas, streams, a buffer.
-    absl::MutexLock lock(&close_mutex_);
-    streaming_ = nullptr;
-    plans_.clear();
-    store_.Clear();
-    memory_ = nullptr;
+    queue_.Clear();
+    Post([this] {
+      streaming_ = nullptr;
+      plans_.clear();
+      store_.Clear();
+      memory_ = nullptr;
+    });
+    queue_.WaitIdle(absl::InfiniteFuture());
+    queue_.Stop();
   }
 
   absl::Status WaitRegistered(absl::Time deadline) {
@@ -271,6 +274,14 @@ class Worker::Impl {
  private:
   using WorkerLease = Lease<v1::WorkerReport, v1::WorkerCommand>;
 
+  void Post(std::function<void()> work) {
+    queue_.Post([work = std::move(work)] {
+      // Else a context would be made on the first GPU of every engine.
+      transport::cuda::ProcessGpu::KeepDevice();
+      work();
+    });
+  }
+
   std::string Name() const {
     return absl::StrCat("worker ", options_.worker_index, " of ",
                         options_.model, "/replicas/", options_.replica);
@@ -287,7 +298,7 @@ class Worker::Impl {
     callbacks.message = [this](v1::WorkerCommand command,
                                WorkerLease::StreamNumber stream) {
       if (command.has_heartbeat()) return;
-      queue_.Post([this, stream, command = std::move(command)] {
+      Post([this, stream, command = std::move(command)] {
         Execute(command, stream);
       });
     };
@@ -311,7 +322,7 @@ class Worker::Impl {
     if (!queue_.WaitIdle(deadline)) {
       LOG(WARNING) << Name() << " registers while a copy still runs";
     }
-    queue_.Post([this] {
+    Post([this] {
       store_.Clear();
       plans_.clear();
       // What was streamed so far stays what it is: WRITING.
@@ -334,24 +345,38 @@ class Worker::Impl {
     for (const Tensor& tensor : sets_[0]) {
       *worker->add_tensors() = ToWantedTensor(tensor);
     }
-    {
-      absl::MutexLock lock(&mutex_);
-      for (const std::string& uuid : memory_->device_uuids()) {
-        if (closed_devices_.count(uuid) == 0) worker->add_device_uuids(uuid);
-      }
-    }
+    for (const std::string& uuid : Reachable()) worker->add_device_uuids(uuid);
     *worker->mutable_installed() = installed();
     return report;
   }
 
+  // The GPUs whose memory can be opened here, as far as is known: the first is
+  // one that the tensors are on. Where not even memory of their own can be
+  // opened, that of others cannot.
+  std::vector<std::string> Reachable() const {
+    std::vector<std::string> uuids = memory_->device_uuids();
+    absl::MutexLock lock(&mutex_);
+    if (!uuids.empty() && closed_devices_.count(uuids[0]) > 0) return {};
+    uuids.erase(std::remove_if(uuids.begin(), uuids.end(),
+                               [this](const std::string& uuid)
+                                   ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
+                                     return closed_devices_.count(uuid) > 0;
+                                   }),
+                uuids.end());
+    return uuids;
+  }
+
   // Memory of the daemon on a GPU that cannot be opened here: the daemon is
-  // told not to count on it, and brings copies in host memory.
+  // told not to count on it, and brings copies in host memory. Whatever the
+  // reason: tried again it would be for ever.
   void CloseDevice(const std::string& uuid, const absl::Status& why) {
     const std::string reason = ErrorReason(why);
-    // Of memory that has gone, its GPU's agent says more.
-    if (uuid.empty() ||
-        (reason != "PROBE_FAILED" && reason != "ALLOCATION_FREED" &&
-         reason != "MIG_NO_IPC" && reason != "DEVICE_NOT_VISIBLE")) {
+    // What has gone with its agent or was given back is offered no more, this
+    // process's own context is lost to other copies too, and of tokens the next
+    // stream has fresh ones.
+    if (uuid.empty() || reason == "EXPORTER_DEAD" || reason == "SEGMENT_GONE" ||
+        reason == "DEVICE_FAULT" || absl::StartsWith(reason, "TOKEN_") ||
+        absl::StartsWith(reason, "FD_SOCKET_")) {
       return;
     }
     {
@@ -359,7 +384,7 @@ class Worker::Impl {
       if (!closed_devices_.insert(uuid).second) return;
     }
     LOG(WARNING) << Name() << " takes its weights by way of host memory, as "
-                 << "those on " << uuid << " cannot be opened";
+                 << "those on " << uuid << " cannot be opened: " << why;
     lease_.Restart();
   }
 
@@ -769,7 +794,8 @@ class Worker::Impl {
           DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
                       apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
-      // Within a GPU nothing here computes a digest: the daemon's agent has it.
+      // What copies within and between GPUs computes nothing: the daemon's
+      // agent has the digest.
       const bool on_gpu = memory->kind() == transport::MemoryKind::kCuda;
       if (on_gpu) {
         const absl::Status here = CheckDevice(*memory, *tasks);
@@ -798,17 +824,17 @@ class Worker::Impl {
     lease_.Write(stream, std::move(report));
   }
 
-  // Nothing is copied between GPUs, or by way of host memory, in the time that
-  // an engine stands still: the daemon does that chunk by chunk.
+  // Nothing is copied by way of host memory in the time that an engine stands
+  // still: the daemon does that chunk by chunk.
   absl::Status CheckDevice(const transport::Segment& memory,
                            const std::vector<transport::CopyTask>& tasks) {
-    const std::string uuid = memory.device_uuid();
     for (const transport::CopyTask& task : tasks) {
-      if (memory_->get()->DeviceOf(task.dst) == uuid) continue;
-      return ErrorStatus(absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
-                         absl::StrCat("The trainer's memory is on ", uuid,
-                                      ", where not all of the tensors of ",
-                                      Name(), " are; nothing was written."));
+      if (memory_->CopiesStraight(memory.data(), task.dst)) continue;
+      return ErrorStatus(
+          absl::StatusCode::kFailedPrecondition, "OTHER_DEVICE",
+          absl::StrCat("The trainer's memory is on ", memory.device_uuid(),
+                       ", to which not all of the tensors of ", Name(),
+                       " have a way; nothing was written."));
     }
     return absl::OkStatus();
   }
@@ -1026,8 +1052,6 @@ class Worker::Impl {
   // Until Close.
   std::unique_ptr<ClientMemory> memory_;
   const std::unique_ptr<v1::ReplicaService::Stub> stub_;
-  absl::Mutex close_mutex_;
-
   mutable absl::Mutex mutex_;
   v1::InstalledState installed_ ABSL_GUARDED_BY(mutex_);
   bool applying_ ABSL_GUARDED_BY(mutex_) = false;

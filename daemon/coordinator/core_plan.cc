@@ -172,10 +172,35 @@ absl::StatusOr<PlanInputs> CoordinatorCore::InputsOfPlan(
                           ? NextPolicy(model->second)
                           : request.policy());
   inputs.rates = rates_.rates();
+  // By node: GPUs with slots, and whether the store has memory there.
+  struct Gpus {
+    std::vector<std::string> at_work;
+    bool store = false;
+  };
+  std::map<std::string, Gpus> gpus;
   for (const auto& node : nodes_) {
     for (const v1::GpuUse& gpu : node.second.memory.gpus()) {
       // Agents that are only for NCCL have no slots.
-      if (gpu.slot_count() > 0) inputs.gpu_nodes.insert(node.first);
+      if (gpu.slot_count() == 0) continue;
+      inputs.gpu_nodes.insert(node.first);
+      gpus[node.first].at_work.push_back(gpu.device_uuid());
+      gpus[node.first].store |= gpu.device_store_bytes() > 0;
+    }
+  }
+  for (const std::string& name : replicas) {
+    for (const WorkerEntry& worker : entry->replicas.at(name).workers) {
+      const auto on = gpus.find(worker.node);
+      if (on == gpus.end() || !on->second.store) continue;
+      const auto& reached = worker.registration.device_uuids();
+      const bool all =
+          std::all_of(on->second.at_work.begin(), on->second.at_work.end(),
+                      [&reached](const std::string& uuid) {
+                        return std::find(reached.begin(), reached.end(),
+                                         uuid) != reached.end();
+                      });
+      if (all) {
+        inputs.gpu_to_gpu.insert({name, worker.registration.worker_index()});
+      }
     }
   }
   return inputs;

@@ -204,6 +204,7 @@ void FakeCluster::RegisterWorker(const std::string& name, int worker,
   r->set_worker_count(static_cast<int>(engine.workers.size()));
   r->set_incarnation(engine.incarnation);
   *r->mutable_installed() = engine.workers[worker];
+  for (const std::string& uuid : engine.device_uuids) r->add_device_uuids(uuid);
   v1::WantedTensor* tensor = r->add_tensors();
   const int world = ranks_.empty() ? 2 : ranks_.begin()->second.world;
   tensor->set_name("w");

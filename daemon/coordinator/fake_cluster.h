@@ -49,6 +49,8 @@ struct FakeEngine {
   int removes = 0;
   bool fail_remove = false;
   bool isolation_hold = false;
+  // That its workers have said they reach.
+  std::vector<std::string> device_uuids;
   std::vector<std::string> refused_command_ids;
   // What it was told under which id, in its whole life: a client answers a
   // command that it knows from memory.

@@ -162,13 +162,34 @@ TEST_F(PlanTest, APlanSaysWhoIsBesideItsSender) {
   EXPECT_EQ(paired->inner_groups, inner);
   // A daemon that has opened GPU memory.
   v1::NodeReport heartbeat;
-  heartbeat.mutable_heartbeat()->mutable_memory()->add_gpus()->set_slot_count(
-      3);
-  c_.Report("n1", heartbeat);
-  const auto report = Plan(v1::TRANSFER_POLICY_SHARDED);
-  ASSERT_TRUE(report.ok());
-  EXPECT_THAT(schedule::ExplainPaths(*report),
-              HasSubstr("by CUDA IPC and shared memory (n1)"));
+  v1::GpuUse* const gpu =
+      heartbeat.mutable_heartbeat()->mutable_memory()->add_gpus();
+  gpu->set_device_uuid("GPU-1");
+  gpu->set_slot_count(3);
+  const auto by = [&] {
+    c_.Report("n1", heartbeat);
+    const auto report = Plan(v1::TRANSFER_POLICY_SHARDED);
+    EXPECT_TRUE(report.ok()) << report.status();
+    return report.ok() ? schedule::ExplainPaths(*report) : "";
+  };
+  EXPECT_THAT(by(), HasSubstr("by CUDA IPC and shared memory (n1)"));
+  // A store on the GPU, which the worker has not said that it reaches.
+  gpu->set_device_store_bytes(1 << 20);
+  EXPECT_THAT(by(), HasSubstr("by CUDA IPC and shared memory (n1)"));
+  c_.engines["r1"].device_uuids = {"GPU-7", "GPU-1"};
+  c_.Register("r1");
+  c_.Run();
+  EXPECT_THAT(by(), HasSubstr("by CUDA IPC for what waits on GPUs (n1)"));
+  // Nor does anything wait there where the store is in host memory.
+  gpu->clear_device_store_bytes();
+  EXPECT_THAT(by(), HasSubstr("by CUDA IPC and shared memory (n1)"));
+  // Another GPU of the node, out of its reach.
+  gpu->set_device_store_bytes(1 << 20);
+  v1::GpuUse* const other =
+      heartbeat.mutable_heartbeat()->mutable_memory()->add_gpus();
+  other->set_device_uuid("GPU-2");
+  other->set_slot_count(3);
+  EXPECT_THAT(by(), HasSubstr("by CUDA IPC and shared memory (n1)"));
 }
 
 TEST_F(PlanTest, AReplicaThatComesBackBringsItsLayoutBack) {

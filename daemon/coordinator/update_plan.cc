@@ -199,6 +199,14 @@ absl::StatusOr<schedule::PlanReport> PlanOf(const PlanInputs& inputs) {
   for (const std::string& node : report.nodes) {
     report.on_gpus.push_back(inputs.gpu_nodes.count(node) > 0);
   }
+  report.gpu_to_gpu.assign(report.nodes.size(), 0);
+  for (const int32_t index : report.beside_workers) {
+    // In the order of the cluster's.
+    const v1::LayoutWorker& worker = known->define.workers(index);
+    if (inputs.gpu_to_gpu.count({worker.replica(), worker.worker_index()}) > 0)
+      ++report.gpu_to_gpu[static_cast<size_t>(
+          cluster.workers[static_cast<size_t>(index)].node)];
+  }
   return report;
 }
 

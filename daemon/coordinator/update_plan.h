@@ -73,6 +73,10 @@ struct PlanInputs {
   schedule::Rates rates;
   // Nodes with device agents at work.
   std::set<std::string> gpu_nodes;
+  // Workers, as replica and index, that have said that they can copy out of the
+  // memory of all GPUs of their node that are at work, and whose node's store
+  // lies there. Of others, that of updates to come is not known.
+  std::set<std::pair<std::string, int32_t>> gpu_to_gpu;
 };
 // Errors: those of MakeKnownLayout and schedule::ChoosePlan.
 absl::StatusOr<schedule::PlanReport> PlanOf(const PlanInputs& inputs);

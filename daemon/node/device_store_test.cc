@@ -213,6 +213,13 @@ TEST(Placement, SaysWhereBucketsLie) {
   for (const auto& bucket : placement.ForReceived(*layout, second)) {
     EXPECT_EQ(bucket.second, "gpu-1") << "what all of them reach";
   }
+  // A GPU that all of them reach and none is on has other work.
+  placement.SetWorker("models/m", "w0", {"gpu-0", "gpu-1", "gpu-2"});
+  placement.SetWorker("models/m", "w1", {"gpu-1", "gpu-2"});
+  for (const auto& bucket : placement.ForReceived(*layout, second)) {
+    EXPECT_EQ(bucket.second, "gpu-1") << "what all of them reach";
+  }
+  EXPECT_TRUE(placement.AllReach("models/m", "gpu-2"));
   EXPECT_FALSE(placement.AllReach("models/m", "gpu-0"));
   EXPECT_TRUE(placement.AllReach("models/m", "gpu-1"));
   // A rank's bytes stay on its GPU, unless somebody has none at all.

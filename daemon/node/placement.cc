@@ -97,7 +97,11 @@ std::map<int32_t, std::string> Placement::ForReceived(
     absl::MutexLock lock(&mutex_);
     auto workers = workers_.find(layout.model);
     if (workers == workers_.end()) return devices;
-    common = workers->second.begin()->second;
+    // Of GPUs that are in reach alone, others have the memory and the work.
+    for (const auto& worker : workers->second) {
+      if (!worker.second.empty() && !Has(common, worker.second[0]))
+        common.push_back(worker.second[0]);
+    }
     for (const auto& worker : workers->second) {
       common.erase(std::remove_if(common.begin(), common.end(),
                                   [&worker](const std::string& device) {

@@ -1,9 +1,9 @@
 // Which buckets lie on which GPU of this node (--store=device).
 //
 // What a rank publishes lies where its tensors do: then its copy is one within
-// the GPU. What comes from elsewhere lies on a GPU out of whose memory all of
-// the model's workers on this node can copy. In host memory, in one piece and
-// once, lies everything else:
+// the GPU. What comes from elsewhere lies on a GPU that one of the model's
+// workers on this node is on, and out of whose memory all of them can copy. In
+// host memory, in one piece and once, lies everything else:
 //   - of a rank with tensors on several GPUs or in host memory, or with a
 //     parameter in several shards
 //   - what a worker needs that has no GPU; what comes from elsewhere while no
@@ -42,7 +42,8 @@ class Placement {
   // `device` as of DeviceOfShards.
   void SetRank(const std::string& model, int32_t rank,
                const std::string& device);
-  // A worker of this node, and the GPUs out of whose memory it can copy.
+  // A worker of this node, and the GPUs out of whose memory it can copy: the
+  // first is its own.
   void SetWorker(const std::string& model, const std::string& worker,
                  std::vector<std::string> reachable);
   void RemoveWorker(const std::string& model, const std::string& worker);

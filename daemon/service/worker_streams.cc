@@ -215,7 +215,7 @@ void WorkerStreams::Told(
   LOG_IF(INFO, !stream.direct.empty())
       << "workers here copy " << stream.direct.size() << " buckets of update "
       << update_id << " straight out of trainers' memory, "
-      << stream.device_digests.size() << " of them within a GPU";
+      << stream.device_digests.size() << " of them out of GPUs";
   std::vector<std::pair<uint64_t, absl::Status>> failed;
   for (auto& member : stream.members) {
     if (!plans->status.ok()) break;

@@ -15,6 +15,7 @@
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "proto/status.h"
+#include "tests/e2e/gpu_uuid.h"
 #include "tests/gpu/gpu_cluster.h"
 #include "tests/gpu/one_worker.h"
 
@@ -181,7 +182,15 @@ TEST_F(DeviceStoreTest, WeightsWaitOnTheGpuAndReachWorkersEverywhere) {
   EXPECT_TRUE(Verify("later"));
 }
 
-TEST_F(DeviceStoreTest, ShardsOfSeveralGpusAndTensorParallelWorkers) {
+// With and without peer access between the GPUs.
+class ShardedDeviceStoreTest : public DeviceStoreTest,
+                               public ::testing::WithParamInterface<bool> {};
+
+INSTANTIATE_TEST_SUITE_P(PeerAccess, ShardedDeviceStoreTest, ::testing::Bool());
+
+TEST_P(ShardedDeviceStoreTest, ShardsOfSeveralGpusAndTensorParallelWorkers) {
+  const bool peers = GetParam();
+  if (!peers) gpu_sim::Plant("call=peerAccess no=1 count=0");
   StartNode("a", DeviceFlags());
   StartNode("b", DeviceFlags());
   GpuTrainer trainer(&cluster_, "a", 2, /*devices=*/2);
@@ -197,12 +206,25 @@ TEST_F(DeviceStoreTest, ShardsOfSeveralGpusAndTensorParallelWorkers) {
     ASSERT_TRUE(Serves("far", version));
     EXPECT_TRUE(far.Holds(version));
   }
-  // Each rank's on its GPU; what no one GPU serves, in host memory.
+  // Each rank's on its GPU.
   ASSERT_TRUE(WaitUntil([&] {
     return Gpu("a", 0).device_store_bytes() > 0 &&
            Gpu("a", 1).device_store_bytes() > 0;
   }));
-  EXPECT_GT(Memory("b").store_used_bytes(), 0);
+  if (peers) {
+    // What came lies on the GPUs of the workers there, and on no other.
+    ASSERT_TRUE(WaitUntil([&] {
+      return Gpu("b", 0).device_store_bytes() > 0 &&
+             Gpu("b", 1).device_store_bytes() > 0;
+    }));
+    EXPECT_EQ(Gpu("b", 0).device_uuid(), UuidOf(2));
+    EXPECT_EQ(Gpu("b", 1).device_uuid(), UuidOf(3));
+    EXPECT_EQ(Memory("b").gpus_size(), 2);
+    EXPECT_TRUE(WaitUntil([&] { return Memory("b").store_used_bytes() == 0; }));
+  } else {
+    // What no one GPU serves, in host memory.
+    EXPECT_GT(Memory("b").store_used_bytes(), 0);
+  }
   EXPECT_TRUE(Verify("near"));
   EXPECT_TRUE(Verify("far"));
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <atomic>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -71,12 +72,17 @@ int RunWorker(const std::string& address, int device) {
   }
 }
 
-// A rank that publishes two versions, the second as a STREAM.
+std::atomic<bool> told_to_go_on{false};
+
+// A rank that publishes two versions, the second as a STREAM and when it is
+// told to (SIGUSR1): the worker may be looking at the first until then.
 int RunTrainer(const std::string& address) {
+  signal(SIGUSR1, [](int) { told_to_go_on = true; });
   GpuTrainer trainer(address, 1);
   absl::Status status = trainer.Register();
   if (status.ok()) status = trainer.Publish(1).status();
   Say(absl::StrCat("published 1: ", status.ToString()));
+  while (!told_to_go_on) absl::SleepFor(absl::Milliseconds(5));
   if (status.ok()) status = trainer.Publish(2, Streamed()).status();
   Say(absl::StrCat("published 2: ", status.ToString()));
   while (true) absl::SleepFor(absl::Seconds(1));
@@ -124,7 +130,8 @@ class GpuStreamTest : public GpuClusterTest {
   // Notes what `role` copies in which direction from now on.
   static void Watch(const std::string& role) {
     std::string rules;
-    for (const char* call : {"copyToHost", "copyToDevice", "copyWithin"}) {
+    for (const char* call :
+         {"copyToHost", "copyToDevice", "copyWithin", "copyBetween"}) {
       absl::StrAppend(&rules, "call=", call, " process=", role,
                       " note=1 count=0;");
     }
@@ -214,10 +221,33 @@ TEST_F(GpuStreamTest, DevicesAreFoundWhateverTheirOrder) {
   EXPECT_EQ(Copied(gpu_sim::TakeNotes(), "copyWithin"), ModelBytes());
 }
 
-TEST_F(GpuStreamTest, AWorkerOnAnotherGpuIsPassedBuckets) {
+// Straight out of the trainer's memory, from GPU to GPU.
+TEST_F(GpuStreamTest, AWorkerOnAnotherGpuReadsTheTrainers) {
   StartNode("a", GpuFlags());
   GpuTrainer trainer(&cluster_, "a", 2);
   ASSERT_TRUE(trainer.Register().ok());
+  const auto worker = Child("worker", "a", 1);
+  ASSERT_TRUE(WaitSays(*worker, "ready"));
+  for (const int version : {1, 2}) {
+    Watch("worker");
+    v1::UpdateOptions options = Streamed();
+    options.set_verify_source(version == 2);
+    ASSERT_TRUE(trainer.Publish(version, options).ok());
+    ASSERT_TRUE(WaitSays(*worker, absl::StrCat("holds ", version, ".")))
+        << worker->Log();
+    const std::string notes = gpu_sim::TakeNotes();
+    EXPECT_EQ(Copied(notes, "copyBetween"), ModelBytes()) << notes;
+    EXPECT_EQ(Copied(notes, "copyToDevice"), 0) << notes;
+    EXPECT_TRUE(Verified());
+  }
+  EXPECT_EQ(Count(LogOf("a"), "is passed bucket"), 0u) << LogOf("a");
+}
+
+TEST_F(GpuStreamTest, AWorkerWithoutPeerAccessIsPassedBuckets) {
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 2);
+  ASSERT_TRUE(trainer.Register().ok());
+  gpu_sim::Plant("call=peerAccess no=1 count=0");
   const auto worker = Child("worker", "a", 1);
   ASSERT_TRUE(WaitSays(*worker, "ready"));
   Watch("worker");
@@ -225,7 +255,45 @@ TEST_F(GpuStreamTest, AWorkerOnAnotherGpuIsPassedBuckets) {
   ASSERT_TRUE(WaitSays(*worker, "holds 1.")) << worker->Log();
   const std::string notes = gpu_sim::TakeNotes();
   EXPECT_EQ(Copied(notes, "copyToDevice"), ModelBytes()) << notes;
-  EXPECT_EQ(Copied(notes, "copyWithin"), 0) << notes;
+  EXPECT_EQ(Copied(notes, "copyBetween"), 0) << notes;
+}
+
+// A trainer and an engine in one process, on two GPUs: CUDA opens nothing
+// there, and the daemon passes the buckets.
+TEST_F(GpuStreamTest, OneProcessOnTwoGpusIsPassedBuckets) {
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 1);
+  for (const int version : {1, 2}) {
+    ASSERT_TRUE(trainer.Publish(version, Streamed()).ok());
+    EXPECT_TRUE(replica.Holds(version)) << version;
+  }
+}
+
+// --store=device, and a worker whose process was not given the trainer's GPU.
+TEST_F(GpuStreamTest, AWorkerThatDoesNotSeeTheGpuIsServedThroughTheHost) {
+  std::vector<std::string> flags = GpuFlags();
+  flags.push_back("--store=device");
+  StartNode("a", flags);
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  setenv("GPU_SIM_VISIBLE", "1", 1);
+  const auto worker = Child("worker", "a", 0);
+  unsetenv("GPU_SIM_VISIBLE");
+  ASSERT_TRUE(WaitSays(*worker, "ready"));
+  int version = 0;
+  for (const v1::UpdateOptions& options : {v1::UpdateOptions(), Streamed()}) {
+    ++version;
+    Watch("worker");
+    ASSERT_TRUE(trainer.Publish(version, options).ok());
+    ASSERT_TRUE(WaitSays(*worker, absl::StrCat("holds ", version, ".")))
+        << worker->Log();
+    const std::string notes = gpu_sim::TakeNotes();
+    EXPECT_EQ(Copied(notes, "copyToDevice"), ModelBytes()) << notes;
+    EXPECT_EQ(Copied(notes, "copyBetween"), 0) << notes;
+  }
+  EXPECT_EQ(worker->Log().find("wrong"), std::string::npos) << worker->Log();
 }
 
 // A trainer and an engine in one process: nothing is opened.
@@ -302,6 +370,31 @@ TEST_F(GpuStreamTest, ATrainerMayFreeItsMemoryWhenItIsReleased) {
   })) << at_first - FreeBytes();
 }
 
+// A worker lets go at once, and its GPU when it has time: only then may the
+// trainer free.
+TEST_F(GpuStreamTest, ATrainerWaitsForAClosingThatTakesLong) {
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  const auto worker = Child("worker", "a", 1);
+  ASSERT_TRUE(WaitSays(*worker, "ready"));
+  ASSERT_TRUE(trainer.Publish(1, Streamed()).ok());
+  ASSERT_TRUE(WaitSays(*worker, "holds 1.")) << worker->Log();
+  gpu_sim::Plant("call=cudaIpcCloseMemHandle process=worker hang=1");
+  trainer.NewTensors(0);
+  const absl::Time start = absl::Now();
+  ASSERT_TRUE(trainer.Register().ok());
+  // For as long as anybody is waited for (kCloseDeadline).
+  EXPECT_GT(absl::Now() - start, absl::Seconds(4));
+  // Meanwhile the worker goes on.
+  ASSERT_TRUE(trainer.Publish(2, Streamed()).ok());
+  ASSERT_TRUE(WaitSays(*worker, "holds 2.")) << worker->Log();
+  EXPECT_EQ(worker->Log().find("wrong"), std::string::npos) << worker->Log();
+  worker->Signal(SIGKILL);
+  EXPECT_TRUE(WaitUntil([&] { return !worker->Running(); }));
+  trainer.FreeBefore();
+}
+
 TEST_F(GpuStreamTest, ATrainerThatDiesInTheMiddleLeavesTheOldVersion) {
   StartNode("a", GpuFlags());
   // Slow, so that there is a middle.
@@ -312,6 +405,7 @@ TEST_F(GpuStreamTest, ATrainerThatDiesInTheMiddleLeavesTheOldVersion) {
   const auto trainer = Child("trainer", "a", 0);
   ASSERT_TRUE(WaitSays(*trainer, "published 1: OK")) << trainer->Log();
   ASSERT_TRUE(WaitSays(*worker, "holds 1.")) << worker->Log();
+  trainer->Signal(SIGUSR1);
   ASSERT_TRUE(WaitSays(*worker, "writing 2.")) << worker->Log();
   const int64_t with_trainer = FreeBytes();
   trainer->Signal(SIGKILL);

@@ -37,7 +37,8 @@ struct Encoded {
 };
 constexpr char kMagic[8] = {'W', 'S', 'D', 'E', 'V', '0', '0', '1'};
 
-// 0 when there is no such process.
+// 0 when there is no such process, or only what is left of it until its parent
+// looks.
 uint64_t StartTimeOf(int64_t pid) {
   std::ifstream file(absl::StrCat("/proc/", pid, "/stat"));
   std::string line;
@@ -47,7 +48,10 @@ uint64_t StartTimeOf(int64_t pid) {
   if (end == std::string::npos) return 0;
   std::istringstream fields(line.substr(end + 1));
   std::string field;
-  for (int i = 3; i <= 22; ++i) fields >> field;
+  for (int i = 3; i <= 22; ++i) {
+    fields >> field;
+    if (i == 3 && (field == "Z" || field == "X")) return 0;
+  }
   return std::strtoull(field.c_str(), nullptr, 10);
 }
 

@@ -32,6 +32,8 @@ ProcessIdentity ThisProcess();
 // Of who has this pid here. Of no namespace (0) where nobody has.
 ProcessIdentity IdentityOf(int64_t pid);
 
+// A process that has ended and was not waited for yet is dead: its memory has
+// gone.
 enum class ProcessState { kAlive, kDead, kOtherNamespace };
 ProcessState StateOf(const ProcessIdentity& process);
 
@@ -55,6 +57,12 @@ struct DeviceHandle {
   std::string Encode() const;
   // INVALID_ARGUMENT (HANDLE_MALFORMED) with both sizes.
   static absl::StatusOr<DeviceHandle> Decode(absl::string_view bytes);
+};
+
+// What a handle opens, as the process that has opened it sees it.
+struct ImportedAllocation {
+  char* data = nullptr;
+  int64_t bytes = 0;
 };
 
 // Where an address of the exporting process lies.

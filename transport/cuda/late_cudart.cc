@@ -62,6 +62,8 @@ absl::Status FindCudart() {
     return function == nullptr ? otherwise : function(error);         \
   }
 
+LATE(cudaDeviceCanAccessPeer, (int* can, int device, int peer), can, device,
+     peer)
 LATE(cudaDeviceSynchronize, (void))
 LATE(cudaDriverGetVersion, (int* version), version)
 LATE(cudaEventCreateWithFlags, (cudaEvent_t * event, unsigned int flags), event,

@@ -41,6 +41,15 @@ CopyTask FromDense(const CopyTask& task, const char* dense) {
   return from;
 }
 
+// The entry of `ranges` that `address` lies in, or its end.
+template <typename Ranges>
+auto Holder(const Ranges& ranges, const char* address) {
+  auto range = ranges.upper_bound(address);
+  if (range == ranges.begin()) return ranges.end();
+  --range;
+  return address < range->first + range->second.bytes ? range : ranges.end();
+}
+
 }  // namespace
 
 // An arena of the daemon's, for as long as it is mapped.
@@ -91,36 +100,44 @@ class LiveMemory::PinnedSegment final : public Segment {
 // An arena of the daemon's on a GPU, for as long as it is open.
 class LiveMemory::DeviceSegment final : public Segment {
  public:
-  DeviceSegment(LiveMemory* memory, std::shared_ptr<ProcessGpu> gpu,
+  DeviceSegment(LiveMemory* memory, std::string device,
                 std::unique_ptr<Segment> control, UniqueFd lock,
-                std::shared_ptr<const ProcessGpu::Opened> opened, int64_t bytes)
+                std::vector<Opening> openings, int64_t bytes)
       : memory_(memory),
-        gpu_(std::move(gpu)),
+        device_(std::move(device)),
         control_(std::move(control)),
-        lock_(std::move(lock)),
-        opened_(std::move(opened)),
+        lock_(std::make_shared<const UniqueFd>(std::move(lock))),
+        openings_(std::move(openings)),
+        data_(openings_[0].opened->data),
         bytes_(bytes) {
     absl::MutexLock guard(&memory_->imported_mutex_);
     // The same allocation may come by another name before this one goes.
-    Range& range = memory_->imported_[opened_->data];
-    range.bytes = std::max(range.bytes, bytes_);
-    range.gpu = gpu_;
-    ++range.segments;
+    Imported& imported = memory_->imported_[data_];
+    imported.bytes = std::max(imported.bytes, bytes_);
+    imported.device = device_;
+    imported.openings.clear();
+    for (const Opening& opening : openings_)
+      imported.openings.emplace_back(opening.gpu.get(), opening.opened->data);
+    ++imported.segments;
   }
   ~DeviceSegment() override {
     {
       absl::MutexLock guard(&memory_->imported_mutex_);
-      const auto at = memory_->imported_.find(opened_->data);
+      const auto at = memory_->imported_.find(data_);
       if (--at->second.segments == 0) memory_->imported_.erase(at);
     }
-    // Before the lock goes: then it may be freed.
-    opened_ = nullptr;
+    // The lock goes when the last GPU has closed it, and not before: then it
+    // may be freed.
+    for (Opening& opening : openings_) {
+      opening.opened = nullptr;
+      opening.gpu->Later([lock = lock_] {});
+    }
   }
 
   MemoryKind kind() const override { return MemoryKind::kCuda; }
-  char* data() const override { return opened_->data; }
+  char* data() const override { return data_; }
   int64_t bytes() const override { return bytes_; }
-  std::string device_uuid() const override { return gpu_->uuid(); }
+  std::string device_uuid() const override { return device_; }
   bool writable() const override { return false; }
   int generation_slots() const override { return control_->generation_slots(); }
   uint64_t Generation(int slot) const override {
@@ -132,10 +149,11 @@ class LiveMemory::DeviceSegment final : public Segment {
 
  private:
   LiveMemory* const memory_;
-  const std::shared_ptr<ProcessGpu> gpu_;
+  const std::string device_;
   const std::unique_ptr<Segment> control_;
-  const UniqueFd lock_;
-  std::shared_ptr<const ProcessGpu::Opened> opened_;
+  std::shared_ptr<const UniqueFd> lock_;
+  std::vector<Opening> openings_;
+  char* const data_;
   const int64_t bytes_;
 };
 
@@ -171,24 +189,106 @@ absl::Status LiveMemory::AddRange(const void* data, int64_t bytes) {
   return absl::OkStatus();
 }
 
+bool LiveMemory::AllReach(const std::string& device) const {
+  return std::all_of(gpus_.begin(), gpus_.end(), [&device](const auto& gpu) {
+    const std::vector<std::string>& peers = gpu->peers();
+    return gpu->uuid() == device ||
+           std::find(peers.begin(), peers.end(), device) != peers.end();
+  });
+}
+
 std::vector<std::string> LiveMemory::device_uuids() const {
   std::vector<std::string> uuids;
-  for (const auto& gpu : gpus_) uuids.push_back(gpu->uuid());
+  if (gpus_.empty()) return uuids;
+  for (const auto& gpu : gpus_) {
+    if (!AllReach(gpu->uuid())) return {};
+    uuids.push_back(gpu->uuid());
+  }
+  for (const std::string& peer : gpus_[0]->peers()) {
+    if (std::find(uuids.begin(), uuids.end(), peer) == uuids.end() &&
+        AllReach(peer))
+      uuids.push_back(peer);
+  }
   return uuids;
 }
 
 ProcessGpu* LiveMemory::GpuOf(const void* address) const {
   const char* const at = static_cast<const char*>(address);
-  const auto find = [at](const std::map<const char*, Range>& ranges) {
-    auto range = ranges.upper_bound(at);
-    if (range == ranges.begin()) return static_cast<ProcessGpu*>(nullptr);
-    --range;
-    return at < range->first + range->second.bytes ? range->second.gpu.get()
-                                                   : nullptr;
-  };
-  if (ProcessGpu* const gpu = find(ranges_)) return gpu;
+  const auto range = Holder(ranges_, at);
+  if (range != ranges_.end()) return range->second.gpu.get();
   absl::MutexLock lock(&imported_mutex_);
-  return find(imported_);
+  const auto imported = Holder(imported_, at);
+  return imported == imported_.end() ? nullptr
+                                     : imported->second.openings[0].first;
+}
+
+std::string LiveMemory::DeviceOf(const char* address) const {
+  const auto range = Holder(ranges_, address);
+  if (range != ranges_.end()) return range->second.gpu->uuid();
+  absl::MutexLock lock(&imported_mutex_);
+  const auto imported = Holder(imported_, address);
+  return imported == imported_.end() ? "" : imported->second.device;
+}
+
+const char* LiveMemory::SourceFor(const char* source,
+                                  const ProcessGpu* gpu) const {
+  const auto range = Holder(ranges_, source);
+  if (range != ranges_.end())
+    return range->second.gpu.get() == gpu ? source : nullptr;
+  absl::MutexLock lock(&imported_mutex_);
+  const auto imported = Holder(imported_, source);
+  if (imported == imported_.end()) return nullptr;
+  for (const auto& [opener, data] : imported->second.openings) {
+    if (opener == gpu) return data + (source - imported->first);
+  }
+  return nullptr;
+}
+
+bool LiveMemory::CopiesStraight(const char* source, const char* target) const {
+  const ProcessGpu* const gpu = GpuOf(target);
+  return gpu != nullptr && SourceFor(source, gpu) != nullptr;
+}
+
+absl::StatusOr<std::vector<LiveMemory::Opening>> LiveMemory::Open(
+    const DeviceHandle& handle) {
+  std::vector<Opening> openings;
+  if (handle.exporter == ThisProcess()) {
+    // CUDA opens nothing in the process that made it; here the address is good
+    // as it is, and its owner waits for the lock as for others.
+    const auto gpu = std::find_if(
+        gpus_.begin(), gpus_.end(), [&handle](const auto& candidate) {
+          return candidate->uuid() == handle.device_uuid;
+        });
+    if (gpu == gpus_.end()) {
+      return MakeError(
+          absl::StatusCode::kFailedPrecondition, "OWN_EXPORT",
+          absl::StrCat("this process has made the memory itself, on ",
+                       handle.device_uuid,
+                       ", where this worker has no tensors: CUDA opens it in "
+                       "other processes alone"));
+    }
+    const absl::Status there = (*gpu)->CheckStillThere(handle);
+    if (!there.ok()) return there;
+    auto own = std::make_shared<ProcessGpu::Opened>();
+    own->data = reinterpret_cast<char*>(handle.base);
+    own->bytes = handle.bytes;
+    openings.push_back({*gpu, std::move(own)});
+    return openings;
+  }
+  if (gpus_.empty() || !AllReach(handle.device_uuid)) {
+    return MakeError(
+        absl::StatusCode::kNotFound, "DEVICE_NOT_VISIBLE",
+        absl::StrCat("the memory lies on ", handle.device_uuid,
+                     ", where this worker has no tensors, and to which not all "
+                     "of its GPUs have a way"));
+  }
+  for (const std::shared_ptr<ProcessGpu>& gpu : gpus_) {
+    absl::StatusOr<std::shared_ptr<const ProcessGpu::Opened>> opened =
+        gpu->Open(handle);
+    if (!opened.ok()) return opened.status();
+    openings.push_back({gpu, *std::move(opened)});
+  }
+  return openings;
 }
 
 absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::ImportDevice(
@@ -202,35 +302,14 @@ absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::ImportDevice(
   const absl::StatusOr<DeviceHandle> handle =
       ReadSegmentControl(**control, ticket.bytes);
   if (!handle.ok()) return handle.status();
-  const auto gpu = std::find_if(
-      gpus_.begin(), gpus_.end(), [&handle](const auto& candidate) {
-        return candidate->uuid() == handle->device_uuid;
-      });
-  if (gpu == gpus_.end()) {
-    return MakeError(absl::StatusCode::kNotFound, "DEVICE_NOT_VISIBLE",
-                     absl::StrCat("the memory lies on ", handle->device_uuid,
-                                  ", where this worker has no tensors"));
-  }
   // Before it is opened.
   absl::StatusOr<UniqueFd> lock = LockSegmentControl(**control);
   if (!lock.ok()) return lock.status();
-  absl::StatusOr<std::shared_ptr<const ProcessGpu::Opened>> opened;
-  if (handle->exporter == ThisProcess()) {
-    // CUDA opens nothing in the process that made it; here the address is good
-    // as it is, and its owner waits for the lock as for others.
-    const absl::Status there = (*gpu)->CheckStillThere(*handle);
-    if (!there.ok()) return there;
-    auto own = std::make_shared<ProcessGpu::Opened>();
-    own->data = reinterpret_cast<char*>(handle->base);
-    own->bytes = handle->bytes;
-    opened = std::move(own);
-  } else {
-    opened = (*gpu)->Open(*handle);
-  }
-  if (!opened.ok()) return opened.status();
+  absl::StatusOr<std::vector<Opening>> openings = Open(*handle);
+  if (!openings.ok()) return openings.status();
   return std::unique_ptr<Segment>(std::make_unique<DeviceSegment>(
-      this, *gpu, *std::move(control), *std::move(lock), *std::move(opened),
-      ticket.bytes));
+      this, handle->device_uuid, *std::move(control), *std::move(lock),
+      *std::move(openings), ticket.bytes));
 }
 
 absl::StatusOr<std::unique_ptr<Segment>> LiveMemory::Import(
@@ -257,7 +336,12 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
   std::vector<CopyTask> here;
   // By GPU, and whether it is within its memory, while nobody wants its SMs.
   std::map<std::pair<ProcessGpu*, bool>, std::vector<CopyTask>> there;
-  std::vector<std::pair<ProcessGpu*, const CopyTask*>> through;
+  struct Through {
+    ProcessGpu* from;
+    ProcessGpu* to;
+    const CopyTask* task;
+  };
+  std::vector<Through> through;
   for (const CopyTask& task : tasks) {
     const absl::Status status = task.Validate();
     if (!status.ok()) return status;
@@ -272,8 +356,10 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
       return MakeError(absl::StatusCode::kInvalidArgument, "BAD_COPY",
                        "GPU memory is cast by the daemon's device agent alone");
     }
-    ProcessGpu* const gpu = to != nullptr ? to : from;
-    bool pinned = true;
+    // Copies that two GPUs take part in are those of the one that is written.
+    const char* const source =
+        from != nullptr && to != nullptr ? SourceFor(task.src, to) : task.src;
+    bool pinned = source != nullptr;
     if (to == nullptr && task.dst != nullptr) {
       int64_t extent = task.run_bytes;
       for (const CopyDim& dim : task.dims)
@@ -283,15 +369,16 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
       pinned = IsPinned(task.src, task.src_extent());
     }
     if (digest != nullptr || !pinned) {
-      through.emplace_back(gpu, &task);
+      through.push_back({from, to, &task});
     } else if (task.dst != nullptr) {
-      // What another GPU of this process has made need not be mapped on this
-      // one, as what was opened is; a copy engine finds it all the same.
+      // What lies on another GPU goes by copy engine.
       const bool within = from == to && engine_ == Engine::kStands;
-      std::vector<CopyTask>& of_gpu = there[{gpu, within}];
+      std::vector<CopyTask>& of_gpu =
+          there[{to != nullptr ? to : from, within}];
       // Mostly all of them, thousands, while an engine waits.
       if (of_gpu.empty()) of_gpu.reserve(tasks.size());
       of_gpu.push_back(task);
+      of_gpu.back().src = source;
     }
   }
   if (there.empty() && through.empty())
@@ -308,9 +395,10 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
                                        : gpu->Copy(of_gpu, copy_timeout_);
     if (!status.ok()) return status;
   }
-  for (const auto& [gpu, task] : through) {
+  for (const Through& copy : through) {
     const absl::Status status =
-        CopyThrough(gpu, *task, options, digest == nullptr ? nullptr : &sum);
+        CopyThrough(copy.from, copy.to, *copy.task, options,
+                    digest == nullptr ? nullptr : &sum);
     if (!status.ok()) return status;
   }
   if (digest != nullptr) *digest += sum;
@@ -345,28 +433,27 @@ absl::Status LiveMemory::MakeBuffer() {
   return absl::OkStatus();
 }
 
-absl::Status LiveMemory::CopyThrough(ProcessGpu* gpu, const CopyTask& task,
+absl::Status LiveMemory::CopyThrough(ProcessGpu* from, ProcessGpu* to,
+                                     const CopyTask& task,
                                      const CopyOptions& options,
                                      Digest* digest) {
   absl::MutexLock lock(&buffer_mutex_);
   absl::Status status = MakeBuffer();
   if (!status.ok()) return status;
-  const bool from_gpu = GpuOf(task.src) != nullptr;
   for (const CopyTask& part : SplitCopy(task, kBufferBytes)) {
     CopyTask in = ToDense(part, buffer_);
     CopyTask out = FromDense(part, buffer_);
-    const bool to_gpu = task.dst != nullptr && GpuOf(task.dst) != nullptr;
-    if (from_gpu) {
-      status = gpu->Copy({in}, copy_timeout_);
+    if (from != nullptr) {
+      status = from->Copy({in}, copy_timeout_);
       CopyTask read = out;
-      if (to_gpu) read.dst = nullptr;
+      if (to != nullptr) read.dst = nullptr;
       // Reads, and writes nothing where there is no destination.
       if (status.ok()) status = host_->Copy({read}, options, digest);
-      if (status.ok() && to_gpu) status = gpu->Copy({out}, copy_timeout_);
+      if (status.ok() && to != nullptr) status = to->Copy({out}, copy_timeout_);
     } else {
       // What the digest is of is what is written: one look at the source.
       status = host_->Copy({in}, options, digest);
-      if (status.ok()) status = gpu->Copy({out}, copy_timeout_);
+      if (status.ok()) status = to->Copy({out}, copy_timeout_);
     }
     if (!status.ok()) {
       // What was begun may still come here, or be read.

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -22,13 +23,14 @@ namespace cuda {
 
 // Host memory, and of GPUs those ranges that were said. What is imported is
 // pinned, once, where there is a GPU; memory of the daemon or of a trainer on a
-// GPU of this process is opened by CUDA IPC, or used as it is where this
-// process made it. Copies between a GPU and the host go by its copy engines;
-// within a GPU by these and a kernel (ProcessGpu::CopyWithin), unless the
-// engine runs meanwhile. What wants a digest as well, and what is only read for
-// its digest, goes through a pinned buffer, as the digest is computed by the
-// CPU; and so does what goes to or from host memory that is not pinned, which
-// would otherwise hold its thread up in the runtime without a deadline.
+// GPU of the ranges, or on one that all of those reach (ProcessGpu::peers), is
+// opened by CUDA IPC, or used as it is where this process made it. Copies
+// between a GPU and the host, and between GPUs, go by copy engines; within a
+// GPU by these and a kernel (ProcessGpu::CopyWithin), unless the engine runs
+// meanwhile. What wants a digest as well, and what is only read for its digest,
+// goes through a pinned buffer, as the digest is computed by the CPU; and so
+// does what goes to or from host memory that is not pinned, which would
+// otherwise hold its thread up in the runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {
@@ -48,8 +50,14 @@ class LiveMemory final : public Memory {
   // ProcessGpu::Of.
   absl::Status AddRange(const void* data, int64_t bytes);
 
-  // Of the GPUs of the ranges: what is imported may be memory of these.
+  // The GPUs whose memory all GPUs of the ranges can copy out of, and that may
+  // be imported, by UUID: those of the ranges first, then their peers. None
+  // where the ranges are on several GPUs that do not reach each other.
   std::vector<std::string> device_uuids() const;
+  // Whether bytes of imported memory at `source` get to `target`, of a range,
+  // straight from GPU to GPU or within one.
+  bool CopiesStraight(const char* source, const char* target) const
+      ABSL_LOCKS_EXCLUDED(imported_mutex_);
 
   MemoryKind kind() const override { return MemoryKind::kHost; }
   absl::StatusOr<std::unique_ptr<Segment>> Allocate(
@@ -63,19 +71,16 @@ class LiveMemory final : public Memory {
   void Withdraw(const MemoryTicket& ticket) override {
     host_->Withdraw(ticket);
   }
-  // Of a kCuda ticket also NOT_FOUND (DEVICE_NOT_VISIBLE): no range is on that
-  // GPU; FAILED_PRECONDITION (SEGMENT_GONE), and the errors of
-  // ProcessGpu::Open.
+  // Of a kCuda ticket also NOT_FOUND (DEVICE_NOT_VISIBLE): not of
+  // device_uuids(); FAILED_PRECONDITION (SEGMENT_GONE; OWN_EXPORT: this process
+  // made it, on a GPU where no range is), and the errors of ProcessGpu::Open.
   absl::StatusOr<std::unique_ptr<Segment>> Import(
       const MemoryTicket& ticket, absl::Duration timeout) override;
   // Besides what memory.h says, the errors of ProcessGpu::Copy.
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     const CopyOptions& options, Digest* digest) override;
-  // Of the ranges and of what is imported.
-  std::string DeviceOf(const char* address) const override {
-    const ProcessGpu* const gpu = GpuOf(address);
-    return gpu == nullptr ? "" : gpu->uuid();
-  }
+  // Of the ranges and of what is imported: where the memory lies.
+  std::string DeviceOf(const char* address) const override;
   // On the host alone: INVALID_ARGUMENT (BAD_COPY) of GPU memory.
   absl::Status Pack(const PackRequest& request, PackResult* result) override;
   absl::Status Read(const char* from, absl::Span<char> to) override;
@@ -87,19 +92,39 @@ class LiveMemory final : public Memory {
   struct Range {
     int64_t bytes = 0;
     std::shared_ptr<ProcessGpu> gpu;
-    int segments = 0;  // of imported_: that have it
+  };
+  // What one GPU of the ranges has open.
+  struct Opening {
+    std::shared_ptr<ProcessGpu> gpu;
+    std::shared_ptr<const ProcessGpu::Opened> opened;
+  };
+  // Of DeviceSegments, which keep it open.
+  struct Imported {
+    int64_t bytes = 0;
+    std::string device;  // where it lies
+    // By the GPU that copies from it: its address there. The first is what the
+    // segment says.
+    std::vector<std::pair<ProcessGpu*, const char*>> openings;
+    int segments = 0;
   };
 
-  // Null: host memory.
+  // The GPU that copies from or to `address`. Null: host memory.
   ProcessGpu* GpuOf(const void* address) const
       ABSL_LOCKS_EXCLUDED(imported_mutex_);
+  // `source` as `gpu` finds it. Null: it has no way to it.
+  const char* SourceFor(const char* source, const ProcessGpu* gpu) const
+      ABSL_LOCKS_EXCLUDED(imported_mutex_);
+  bool AllReach(const std::string& device) const;
+  absl::StatusOr<std::vector<Opening>> Open(const DeviceHandle& handle);
   absl::StatusOr<std::unique_ptr<Segment>> ImportDevice(
       const MemoryTicket& ticket, absl::Duration timeout);
   bool IsPinned(const char* data, int64_t bytes) const
       ABSL_LOCKS_EXCLUDED(imported_mutex_);
   absl::Status MakeBuffer() ABSL_EXCLUSIVE_LOCKS_REQUIRED(buffer_mutex_);
-  absl::Status CopyThrough(ProcessGpu* gpu, const CopyTask& task,
-                           const CopyOptions& options, Digest* digest);
+  // `from`, `to`: of the task's ends; null: in host memory, or nowhere.
+  absl::Status CopyThrough(ProcessGpu* from, ProcessGpu* to,
+                           const CopyTask& task, const CopyOptions& options,
+                           Digest* digest);
 
   Memory* const host_;
   const Engine engine_;
@@ -109,9 +134,8 @@ class LiveMemory final : public Memory {
   // Each once.
   std::vector<std::shared_ptr<ProcessGpu>> gpus_;
 
-  // Of DeviceSegments, which keep their GPU.
   mutable absl::Mutex imported_mutex_;
-  std::map<const char*, Range> imported_ ABSL_GUARDED_BY(imported_mutex_);
+  std::map<const char*, Imported> imported_ ABSL_GUARDED_BY(imported_mutex_);
   // Arenas of host memory: their bytes.
   std::map<const char*, int64_t> pinned_ ABSL_GUARDED_BY(imported_mutex_);
 

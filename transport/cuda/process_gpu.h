@@ -10,8 +10,10 @@
 #define WEIGHTSYNC_TRANSPORT_CUDA_PROCESS_GPU_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -32,9 +34,17 @@ class ProcessGpu {
   // (CUDA_RUNTIME_MISSING, CUDA_NOT_BUILT, DRIVER_TOO_OLD, NO_DEVICE).
   static absl::StatusOr<std::shared_ptr<ProcessGpu>> Of(const void* pointer);
 
+  // The calling thread is the caller's own: calls may leave another device
+  // current on it. Others get theirs back, which makes a context on that device
+  // where there was none.
+  static void KeepDevice();
+
   virtual ~ProcessGpu() = default;
 
   virtual const std::string& uuid() const = 0;
+  // UUIDs of other GPUs that this process sees, out of whose memory copies come
+  // straight to this one (peer access). Constant.
+  virtual const std::vector<std::string>& peers() const = 0;
 
   // How others open the allocation that holds [pointer, pointer + bytes). The
   // errors of DeviceExporter; what was told is good as long as this lives.
@@ -52,28 +62,30 @@ class ProcessGpu {
   virtual absl::Status Pin(const char* data, int64_t bytes, bool read_only) = 0;
   virtual void Unpin(const char* data) = 0;
 
-  // An allocation of another process on this GPU, to be read. Closed when
-  // nobody has it any more. NOT_FOUND (DEVICE_NOT_VISIBLE): it is of another
-  // GPU; FAILED_PRECONDITION (EXPORTER_DEAD, ALLOCATION_FREED, MIG_NO_IPC),
-  // INVALID_ARGUMENT (PAST_ALLOCATION), UNAVAILABLE (PROBE_FAILED): as of
-  // ImportCache.
-  struct Opened {
-    char* data = nullptr;
-    int64_t bytes = 0;
-  };
+  // An allocation of another process on this GPU or one of its peers, to be
+  // read by copies of this GPU; no context is made on the other. The same for
+  // equal handles, as long as somebody has it. Whoever lets go of it last waits
+  // for nothing: it is closed on another thread. The errors of
+  // IpcImports::Acquire; NOT_FOUND (DEVICE_NOT_VISIBLE): it is of another GPU
+  // than those; FAILED_PRECONDITION (MIG_NO_IPC).
+  using Opened = ImportedAllocation;
   virtual absl::StatusOr<std::shared_ptr<const Opened>> Open(
       const DeviceHandle& handle) = 0;
+  // Calls `then` when all that was let go of before is closed; on another
+  // thread.
+  virtual void Later(std::function<void()> then) = 0;
 
   // What CopyWithin wants, made ahead of it: a few MiB on each side, and the
   // kernel on the GPU. To make it holds the GPU up. What is missing is logged,
   // once; nothing fails for it.
   virtual void PrepareCopies(absl::Duration timeout) = 0;
 
-  // By copy engines, between this GPU and pinned host memory, or within it:
-  // with memory that is not pinned, `timeout` bounds nothing. Returns when the
-  // bytes are in place, and not before what it has begun has ended, but for
-  // DEADLINE_EXCEEDED (DEVICE_STALLED): nothing has moved for `timeout`, and
-  // more may follow. The errors of CheckCuda.
+  // By copy engines, between this GPU and pinned host memory, or within it, or
+  // to it from what is open of a peer: with memory that is not pinned,
+  // `timeout` bounds nothing. Returns when the bytes are in place, and not
+  // before what it has begun has ended, but for DEADLINE_EXCEEDED
+  // (DEVICE_STALLED): nothing has moved for `timeout`, and more may follow. The
+  // errors of CheckCuda.
   virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
                             absl::Duration timeout) = 0;
   // The same, where both ends of every task are memory of this GPU, or mapped

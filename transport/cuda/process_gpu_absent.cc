@@ -13,6 +13,8 @@ absl::StatusOr<std::shared_ptr<ProcessGpu>> ProcessGpu::Of(const void*) {
                    "copy the tensors through host memory");
 }
 
+void ProcessGpu::KeepDevice() {}
+
 }  // namespace cuda
 }  // namespace transport
 }  // namespace weightsync

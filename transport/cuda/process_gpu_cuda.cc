@@ -1,6 +1,6 @@
 #include <cuda_runtime_api.h>
 
-#include <array>
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -9,10 +9,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "glog/logging.h"
+#include "transport/cuda/closing_thread.h"
 #include "transport/cuda/cuda_error.h"
 #include "transport/cuda/device_handle.h"
-#include "transport/cuda/driver.h"
+#include "transport/cuda/ipc_imports.h"
 #include "transport/cuda/late_cudart.h"
+#include "transport/cuda/peers.h"
 #include "transport/cuda/process_copy.h"
 #include "transport/cuda/process_gpu.h"
 #include "transport/error.h"
@@ -26,6 +28,8 @@ namespace {
 constexpr absl::Duration kProbeTimeout = absl::Seconds(10);
 constexpr size_t kLookBytes = 64;
 
+thread_local bool keep_device = false;
+
 // Threads that are not ours get their device back.
 class OnDevice {
  public:
@@ -35,7 +39,7 @@ class OnDevice {
     // Also where it is the same: a thread that has done nothing yet has no
     // context, and the driver's calls want one.
     status_ = CheckCuda(cudaSetDevice(ordinal), "cudaSetDevice");
-    changed_ = status_.ok() && before_ != ordinal;
+    changed_ = status_.ok() && before_ != ordinal && !keep_device;
   }
   ~OnDevice() {
     if (changed_) cudaSetDevice(before_);
@@ -50,10 +54,18 @@ class OnDevice {
 
 class CudaProcessGpu final : public ProcessGpu {
  public:
-  explicit CudaProcessGpu(const DeviceInfo& device)
+  CudaProcessGpu(const DeviceInfo& device, std::vector<std::string> peers)
       : device_(device),
+        peers_(std::move(peers)),
+        closer_(std::make_shared<ClosingThread>(
+            device_.uuid,
+            [ordinal = device_.ordinal] { cudaSetDevice(ordinal); })),
+        imports_(std::make_unique<IpcImports>(ImportOptions())),
         copier_(std::make_unique<ProcessCopier>(device.uuid)) {}
   ~CudaProcessGpu() override {
+    // Nothing is open any more; what is being closed is waited for.
+    imports_ = nullptr;
+    closer_ = nullptr;
     const OnDevice on(device_.ordinal);
     copier_ = nullptr;
     if (look_ != nullptr) cudaFreeHost(look_);
@@ -61,6 +73,7 @@ class CudaProcessGpu final : public ProcessGpu {
   }
 
   const std::string& uuid() const override { return device_.uuid; }
+  const std::vector<std::string>& peers() const override { return peers_; }
 
   absl::StatusOr<DevicePlace> Describe(const void* pointer,
                                        int64_t bytes) override {
@@ -108,52 +121,21 @@ class CudaProcessGpu final : public ProcessGpu {
       const DeviceHandle& handle) override {
     const OnDevice on(device_.ordinal);
     if (!on.status().ok()) return on.status();
-    absl::Status status = CheckIpc(device_);
+    const absl::Status status = CheckIpc(device_);
     if (!status.ok()) return status;
-    if (handle.device_uuid != device_.uuid) {
-      return MakeError(absl::StatusCode::kNotFound, "DEVICE_NOT_VISIBLE",
-                       absl::StrCat("the memory lies on ", handle.device_uuid,
-                                    ", and is opened on ", device_.uuid));
-    }
-    const absl::StatusOr<void*> probe = OpenIpc(handle, handle.probe_ipc);
-    if (!probe.ok()) return probe.status();
-    std::array<char, 16> found = {};
-    status = Look(static_cast<const char*>(*probe), absl::MakeSpan(found));
-    cudaIpcCloseMemHandle(*probe);
-    if (!status.ok()) return status;
-    if (found != handle.nonce) {
+    if (handle.device_uuid != device_.uuid &&
+        std::find(peers_.begin(), peers_.end(), handle.device_uuid) ==
+            peers_.end()) {
       return MakeError(
-          absl::StatusCode::kUnavailable, "PROBE_FAILED",
-          "the memory that the daemon has exported can be opened here, but it "
-          "is other memory: CUDA IPC does not work between these two "
-          "(containers?); start the daemon with --store=host");
+          absl::StatusCode::kNotFound, "DEVICE_NOT_VISIBLE",
+          absl::StrCat("the memory lies on ", handle.device_uuid, ", and ",
+                       device_.uuid, " has no way to it in this process"));
     }
-    const absl::StatusOr<void*> pointer = OpenIpc(handle, handle.ipc);
-    if (!pointer.ok()) return pointer.status();
-    // From here on it is closed by whoever lets it go.
-    std::shared_ptr<Opened> opened(
-        new Opened{static_cast<char*>(*pointer), handle.bytes},
-        [ordinal = device_.ordinal](const Opened* closed) {
-          const OnDevice on(ordinal);
-          const absl::Status status = CheckCuda(
-              cudaIpcCloseMemHandle(closed->data), "cudaIpcCloseMemHandle");
-          if (!status.ok()) LOG(WARNING) << status;
-          delete closed;
-        });
-    uint64_t base = 0;
-    const absl::StatusOr<const DriverApi*> driver = GetDriverApi();
-    status = driver.status();
-    int64_t room = 0;
-    if (status.ok()) status = (*driver)->AddressRange(*pointer, &base, &room);
-    if (!status.ok()) return status;
-    if (base != reinterpret_cast<uint64_t>(*pointer) || room < handle.bytes) {
-      return MakeError(absl::StatusCode::kInvalidArgument, "PAST_ALLOCATION",
-                       absl::StrCat("an allocation of ", handle.bytes,
-                                    " bytes was named, and the one that the "
-                                    "handle opens has ",
-                                    room));
-    }
-    return std::shared_ptr<const Opened>(std::move(opened));
+    return imports_->Acquire(handle);
+  }
+
+  void Later(std::function<void()> then) override {
+    closer_->Later(std::move(then));
   }
 
   void PrepareCopies(absl::Duration timeout) override {
@@ -198,26 +180,22 @@ class CudaProcessGpu final : public ProcessGpu {
     return status;
   }
 
-  static absl::StatusOr<void*> OpenIpc(const DeviceHandle& handle,
-                                       const std::array<char, 64>& ipc) {
-    cudaIpcMemHandle_t cuda_handle;
-    memcpy(&cuda_handle, ipc.data(), sizeof(cuda_handle));
-    void* pointer = nullptr;
-    const absl::Status status =
-        CheckCuda(cudaIpcOpenMemHandle(&pointer, cuda_handle,
-                                       cudaIpcMemLazyEnablePeerAccess),
-                  "cudaIpcOpenMemHandle");
-    if (status.ok()) return pointer;
-    if (ReasonOf(status) == "DEVICE_FAULT") return status;
-    const bool dead = StateOf(handle.exporter) == ProcessState::kDead;
-    return MakeError(absl::StatusCode::kFailedPrecondition,
-                     dead ? "EXPORTER_DEAD" : "ALLOCATION_FREED",
-                     absl::StrCat("memory of process ", handle.exporter.pid,
-                                  dead ? ", which has ended," : "",
-                                  " cannot be opened: ", status.message()));
+  IpcImports::Options ImportOptions() {
+    IpcImports::Options options;
+    options.look = [this](const char* at, absl::Span<char> found) {
+      return Look(at, found);
+    };
+    options.later = [closer = closer_](std::function<void()> close) {
+      closer->Later(std::move(close));
+    };
+    options.otherwise = "start the daemon with --store=host";
+    return options;
   }
 
   const DeviceInfo device_;
+  const std::vector<std::string> peers_;
+  std::shared_ptr<ClosingThread> closer_;
+  std::unique_ptr<IpcImports> imports_;
   absl::Mutex mutex_;
   std::unique_ptr<DeviceExporter> exporter_ ABSL_GUARDED_BY(mutex_);
   absl::Mutex look_mutex_;
@@ -226,6 +204,8 @@ class CudaProcessGpu final : public ProcessGpu {
 };
 
 }  // namespace
+
+void ProcessGpu::KeepDevice() { keep_device = true; }
 
 absl::StatusOr<std::shared_ptr<ProcessGpu>> ProcessGpu::Of(
     const void* pointer) {
@@ -251,7 +231,8 @@ absl::StatusOr<std::shared_ptr<ProcessGpu>> ProcessGpu::Of(
   if (!devices.ok()) return devices.status();
   for (const DeviceInfo& device : *devices) {
     if (device.ordinal != attributes.device) continue;
-    std::shared_ptr<ProcessGpu> made = std::make_shared<CudaProcessGpu>(device);
+    std::shared_ptr<ProcessGpu> made =
+        std::make_shared<CudaProcessGpu>(device, PeersOf(device, *devices));
     (*gpus)[device.ordinal] = made;
     return made;
   }

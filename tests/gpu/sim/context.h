@@ -25,6 +25,7 @@ struct Range {
   uint64_t buffer_id = 0;  // unique in this process
   bool imported = false;
   bool exportable = true;
+  int home = 0;  // the device that it lies on, as an ordinal of this process
 };
 
 class Context {

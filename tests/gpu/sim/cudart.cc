@@ -122,6 +122,19 @@ Context* ContextOf(uint64_t address) {
   return nullptr;
 }
 
+// Whether the GPU `ordinal` of this process reads memory of `other`.
+bool PeerAccess(int ordinal, int other) {
+  return ordinal != other && !Devices()[ordinal].mig && !Devices()[other].mig &&
+         !Planted("peerAccess").no;
+}
+
+// Whether it is open in `context` and lies on another GPU.
+bool OfPeer(Context* context, const void* pointer) {
+  Range range;
+  return context->FindRange(reinterpret_cast<uint64_t>(pointer), &range) &&
+         range.home != context->ordinal();
+}
+
 // Whether device memory at `pointer` is `context`'s to touch.
 bool CheckDevice(const void* pointer, Context* context, const char* call) {
   Context* const owner = ContextOf(reinterpret_cast<uint64_t>(pointer));
@@ -162,9 +175,10 @@ cudaError_t Copies(std::vector<CopyItem> items, cudaMemcpyKind kind,
     if ((item.dst_device && !CheckDevice(dst, context, call)) ||
         (item.src_device && !CheckDevice(src, context, call)))
       return cudaErrorInvalidValue;
-    Planted(!item.dst_device   ? "copyToHost"
-            : !item.src_device ? "copyToDevice"
-                               : "copyWithin",
+    Planted(!item.dst_device                               ? "copyToHost"
+            : !item.src_device                             ? "copyToDevice"
+            : OfPeer(context, src) || OfPeer(context, dst) ? "copyBetween"
+                                                           : "copyWithin",
             std::string(call) + " " + std::to_string(item.bytes));
     if (!item.dst_device && (host_waits || !IsPinned(dst, item.bytes)))
       wait = true;
@@ -412,6 +426,7 @@ GPU_SIM_API const char* cudaGetErrorName(cudaError_t error) {
     NAME(cudaErrorInvalidDevice);
     NAME(cudaErrorDeviceUninitialized);
     NAME(cudaErrorMapBufferObjectFailed);
+    NAME(cudaErrorPeerAccessUnsupported);
     NAME(cudaErrorNoKernelImageForDevice);
     NAME(cudaErrorInvalidKernelImage);
     NAME(cudaErrorInvalidPtx);
@@ -493,6 +508,16 @@ GPU_SIM_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties,
   return cudaSuccess;
 }
 
+GPU_SIM_API cudaError_t cudaDeviceCanAccessPeer(int* can, int device,
+                                                int peer) {
+  ENTER(cudaDeviceCanAccessPeer);
+  const int count = static_cast<int>(Devices().size());
+  if (device < 0 || device >= count || peer < 0 || peer >= count)
+    return Record(cudaErrorInvalidDevice);
+  *can = PeerAccess(device, peer) ? 1 : 0;
+  return cudaSuccess;
+}
+
 GPU_SIM_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attr,
                                                int device) {
   cudaDeviceProp properties;
@@ -536,6 +561,7 @@ GPU_SIM_API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   range.bytes = bytes;
   range.room = reply.arg[2];
   range.exportable = !fault.unexportable;
+  range.home = context->ordinal();
   context->AddRange(range);
   *pointer = reinterpret_cast<void*>(range.address);
   return cudaSuccess;
@@ -658,7 +684,7 @@ GPU_SIM_API cudaError_t cudaPointerGetAttributes(
   Context* const context = ContextOf(address);
   if (context != nullptr && context->FindRange(address, &range)) {
     attributes->type = cudaMemoryTypeDevice;
-    attributes->device = context->ordinal();
+    attributes->device = range.home;
     attributes->devicePointer = const_cast<void*>(pointer);
   } else if (IsPinned(pointer, 1)) {
     attributes->type = cudaMemoryTypeHost;
@@ -772,7 +798,14 @@ GPU_SIM_API cudaError_t cudaIpcOpenMemHandle(void** pointer,
   CONTEXT(context);
   if (flags != cudaIpcMemLazyEnablePeerAccess)
     return Record(cudaErrorInvalidValue);
-  const Reply reply = context->Call(Op::kIpcOpen, {}, &handle, sizeof(handle));
+  uint64_t visible = 0, peers = 0;
+  for (size_t i = 0; i < Devices().size(); ++i) {
+    const uint64_t bit = uint64_t{1} << Devices()[i].index;
+    visible |= bit;
+    if (PeerAccess(context->ordinal(), static_cast<int>(i))) peers |= bit;
+  }
+  const Reply reply =
+      context->Call(Op::kIpcOpen, {visible, peers}, &handle, sizeof(handle));
   if (reply.error != 0) return Record(static_cast<cudaError_t>(reply.error));
   Range range;
   if (!context->FindRange(reply.arg[0], &range)) {
@@ -780,6 +813,10 @@ GPU_SIM_API cudaError_t cudaIpcOpenMemHandle(void** pointer,
     range.bytes = reply.arg[1];
     range.room = reply.arg[3];
     range.imported = true;
+    for (size_t i = 0; i < Devices().size(); ++i) {
+      if (Devices()[i].index == static_cast<int>(reply.arg[4]))
+        range.home = static_cast<int>(i);
+    }
     context->AddRange(range);
   }
   *pointer = reinterpret_cast<void*>(reply.arg[0]);
@@ -1058,7 +1095,7 @@ CUresult PointerGetAttribute(void* data, CUpointer_attribute attribute,
       *static_cast<int*>(data) = range.exportable && !range.imported;
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      *static_cast<int*>(data) = context->ordinal();
+      *static_cast<int*>(data) = range.home;
       return CUDA_SUCCESS;
     default:
       Die("cuPointerGetAttribute " + std::to_string(attribute) +

@@ -147,6 +147,15 @@ int Importer() {
   return opened.error == 0 ? 0 : 1;
 }
 
+// The same on the last GPU that it sees.
+int PeerImporter() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess ||
+      cudaSetDevice(count - 1) != cudaSuccess)
+    return 2;
+  return Importer();
+}
+
 // Makes an allocation, hands it out, and waits.
 int Exporter() {
   void* pointer = nullptr;
@@ -293,6 +302,64 @@ TEST_F(CudartTest, TwoStreamsThatDoNotWaitForEachOtherAreFound) {
   EXPECT_EQ(TakeFindings(), "");
   EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
   EXPECT_EQ(cudaFree(pointer), cudaSuccess);
+}
+
+TEST_F(CudartTest, MemoryOfAnotherGpuIsOpenedWhereThereIsPeerAccess) {
+  int can = -1;
+  EXPECT_EQ(cudaDeviceCanAccessPeer(&can, 1, 0), cudaSuccess);
+  EXPECT_EQ(can, 1);
+  EXPECT_EQ(cudaDeviceCanAccessPeer(&can, 1, 1), cudaSuccess);
+  EXPECT_EQ(can, 0);
+  EXPECT_EQ(cudaDeviceCanAccessPeer(&can, 0, 2), cudaErrorInvalidDevice);
+  auto* pointer = static_cast<int32_t*>(Malloc(4096));
+  const int32_t value = 41;
+  ASSERT_EQ(cudaMemcpy(pointer, &value, 4, cudaMemcpyHostToDevice),
+            cudaSuccess);
+  cudaIpcMemHandle_t handle;
+  ASSERT_EQ(cudaIpcGetMemHandle(&handle, pointer), cudaSuccess);
+  const auto open = [&] {
+    Child importer("peer_importer");
+    importer.Send(handle);
+    const auto opened = importer.Receive<Opened>();
+    importer.Send('x');
+    importer.Wait();
+    if (opened.error == 0) {
+      EXPECT_EQ(opened.first, 41);
+    }
+    return opened.error;
+  };
+  EXPECT_EQ(open(), cudaSuccess);
+  int32_t now = 0;
+  ASSERT_EQ(cudaMemcpy(&now, pointer, 4, cudaMemcpyDeviceToHost), cudaSuccess);
+  EXPECT_EQ(now, 42) << "it is the same memory";
+  // The only GPU that it sees is the other one.
+  setenv("GPU_SIM_VISIBLE", "1", 1);
+  EXPECT_EQ(open(), cudaErrorInvalidDevice);
+  unsetenv("GPU_SIM_VISIBLE");
+  setenv("GPU_SIM_MIG", "1", 1);
+  EXPECT_EQ(open(), cudaErrorMapBufferObjectFailed);
+  unsetenv("GPU_SIM_MIG");
+  Plant("call=peerAccess no=1 count=0");
+  EXPECT_EQ(open(), cudaErrorPeerAccessUnsupported);
+  EXPECT_EQ(cudaDeviceCanAccessPeer(&can, 1, 0), cudaSuccess);
+  EXPECT_EQ(can, 0);
+  EXPECT_EQ(cudaFree(pointer), cudaSuccess);
+}
+
+// Within a process, too, an address is good on the GPU that it was made or
+// opened for.
+TEST_F(CudartTest, AnAddressOfAnotherGpuOfTheProcessIsFound) {
+  void* here = Malloc(4096);
+  ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
+  void* there = Malloc(4096);
+  ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
+  EXPECT_EQ(
+      cudaMemcpyAsync(here, there, 4096, cudaMemcpyDeviceToDevice, stream_),
+      cudaErrorInvalidValue);
+  EXPECT_NE(TakeFindings().find("of another device than the stream"),
+            std::string::npos);
+  EXPECT_EQ(cudaFree(here), cudaSuccess);
+  EXPECT_EQ(cudaFree(there), cudaSuccess);
 }
 
 TEST_F(CudartTest, IpcBetweenProcesses) {
@@ -477,6 +544,7 @@ int main(int argc, char** argv) {
   if (argc == 2) {
     const std::string part = argv[1];
     if (part == std::string(kChild) + "importer") return Importer();
+    if (part == std::string(kChild) + "peer_importer") return PeerImporter();
     if (part == std::string(kChild) + "exporter") return Exporter();
     if (part == std::string(kChild) + "wild") return Wild();
     if (part == std::string(kChild) + "leaker") return Leaker();

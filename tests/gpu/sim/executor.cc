@@ -53,6 +53,7 @@ enum CudaError {
   kInvalidDevice = 101,
   kDeviceUninitialized = 201,
   kMapBufferObjectFailed = 205,
+  kPeerAccessUnsupported = 217,
   kInvalidResourceHandle = 400,
   kIllegalAddress = 700,
   kLaunchFailure = 719,
@@ -290,7 +291,7 @@ class Executor {
   void Answer(const Request& request, const char* payload);
   int Malloc(uint64_t bytes, bool exportable);
   int Free(uint64_t address);
-  int IpcOpen(const char* payload);
+  int IpcOpen(uint64_t visible, uint64_t peers, const char* payload);
   int IpcClose(uint64_t address);
   int Launch(Stream* stream, const Request& request, const char* payload);
   int Goodbye();
@@ -445,7 +446,7 @@ void Executor::Answer(const Request& request, const char* payload) {
       return;
     }
     case Op::kIpcOpen:
-      reply_.error = IpcOpen(payload);
+      reply_.error = IpcOpen(arg[0], arg[1], payload);
       return;
     case Op::kIpcClose:
       reply_.error = IpcClose(arg[0]);
@@ -740,16 +741,16 @@ int Executor::Free(uint64_t address) {
   return kSuccess;
 }
 
-int Executor::IpcOpen(const char* payload) {
+int Executor::IpcOpen(uint64_t visible, uint64_t peers, const char* payload) {
   Handle handle;
   memcpy(&handle, payload, sizeof(handle));
   if (handle.magic != kHandleMagic) return kInvalidValue;
   if (handle.client == client) return kDeviceUninitialized;
-  if (handle.device != device.index) {
-    Finding("an IPC handle was opened on a device that is not its own");
-    return kInvalidDevice;
-  }
   if (device.mig) return kMapBufferObjectFailed;
+  if (handle.device != device.index) {
+    if ((visible >> handle.device & 1) == 0) return kInvalidDevice;
+    if ((peers >> handle.device & 1) == 0) return kPeerAccessUnsupported;
+  }
   for (auto& [address, mapping] : mappings_) {
     if (mapping.id == handle.buffer) {
       ++mapping.opens;
@@ -757,6 +758,7 @@ int Executor::IpcOpen(const char* payload) {
       reply_.arg[1] = mapping.bytes;
       reply_.arg[2] = mapping.id;
       reply_.arg[3] = mapping.room;
+      reply_.arg[4] = static_cast<uint64_t>(handle.device);
       return kSuccess;
     }
   }
@@ -789,6 +791,7 @@ int Executor::IpcOpen(const char* payload) {
   reply_.arg[1] = mapping.bytes;
   reply_.arg[2] = mapping.id;
   reply_.arg[3] = mapping.room;
+  reply_.arg[4] = static_cast<uint64_t>(handle.device);
   return kSuccess;
 }
 

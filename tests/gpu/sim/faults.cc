@@ -57,6 +57,8 @@ std::vector<Rule> Parse(std::istream& lines) {
         rule.fault.stall = number != 0;
       } else if (name == "note") {
         rule.fault.note = number;
+      } else if (name == "no") {
+        rule.fault.no = number != 0;
       } else if (name == "unexportable") {
         rule.fault.unexportable = number != 0;
       } else {

@@ -5,7 +5,8 @@
 //   call=NAME      the call of cudart, NCCL or the driver (cuModule…,
 //                  cuLaunchKernel) that it is about; or
 //   hostToDevice,
-//                  deviceToHost: what any copy moves that way, to be noted
+//                  deviceToHost: what any copy moves that way, to be noted; or
+//                  peerAccess: see no=1
 //   process=ROLE   only in processes with this GPU_SIM_ROLE
 //   after=N        the first N matching calls of a process pass (default 0)
 //   count=N        how often it strikes (default 1; 0: always)
@@ -19,12 +20,15 @@
 //                  (ncclCommFinalize)
 //   note=1         the call goes on, and is noted in $GPU_SIM_DIR/notes, with
 //                  what it was given where that is nowhere else to be seen.
-//                  copyToHost, copyToDevice and copyWithin stand for all calls
+//                  copyToHost, copyToDevice, copyWithin (one GPU) and
+//                  copyBetween (out of another's memory) stand for all calls
 //                  that copy so: the call and its bytes are noted
 //   note=2         the same, and after the call's name " by PID":
 //   cudaHostRegister
 //                  was given an address and bytes, cudaIpcGetMemHandle the
 //                  number of the allocation in its process and bytes
+//   no=1           (peerAccess) cudaDeviceCanAccessPeer says no, and memory of
+//                  another GPU cannot be opened
 //   unexportable=1 (cudaMalloc) the memory is as PyTorch's expandable segments
 //   async=E        (ncclGroupEnd) the communicator has the error E from now on
 // e.g. "call=cudaMalloc error=2 after=1", "call=ncclCommAbort hang=1".
@@ -42,8 +46,9 @@ struct Fault {
   bool stall = false;
   bool unexportable = false;
   int note = 0;
+  bool no = false;
   bool any() const {
-    return error || sticky || async || stall || unexportable || note;
+    return error || sticky || async || stall || unexportable || note || no;
   }
 };
 

@@ -5,7 +5,10 @@
 //   GPU_SIM_MEMORY_MB       memory of each (default 256)
 //   GPU_SIM_MIG             device indices that are MIG instances, "0,2"
 //   GPU_SIM_VISIBLE         CUDA_VISIBLE_DEVICES of the simulation: device
-//                           indices of the machine in this process's order
+//                           indices of the machine in this process's order.
+//                           Memory of others cannot be opened, as where a
+//                           container was not given them (where only the
+//                           variable hides them, CUDA opens it)
 //   GPU_SIM_DRIVER_VERSION  e.g. 12040: older than the runtime
 //   GPU_SIM_NCCL_VERSION    what ncclGetVersion says (default: the headers')
 //   GPU_SIM_NCCL_EAGER_BYTES  sends of at most so many bytes end before they

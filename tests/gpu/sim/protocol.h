@@ -44,7 +44,9 @@ enum class Op : uint32_t {
   kMalloc,         // bytes, flags (1: not exportable) -> address, buffer id
   kFree,           // address
   kIpcGet,         // address -> payload: the handle
-  kIpcOpen,        // payload: the handle -> address, bytes, buffer id
+  kIpcOpen,        // GPUs of the machine that the process sees, those of them
+                   // that this one has peer access to (bits); payload: the
+                   // handle -> address, bytes, buffer id, room, GPU
   kIpcClose,       // address
   kMemInfo,        // -> free, total
   kStreamCreate,   // -> slot
