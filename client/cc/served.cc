@@ -96,6 +96,17 @@ std::string NotServedText(const v1::Version& version) {
                                 ")"));
   }
   if (!left.empty()) absl::StrAppend(&text, "; left out: ", List(left));
+  // It has it, and somebody else keeps it paused.
+  std::vector<std::string> held;
+  for (const v1::ReplicaTimes& times : version.replicas()) {
+    if (times.failure().reason().empty() && times.has_applied_time() &&
+        !times.has_resumed_time()) {
+      held.push_back(LastPart(times.replica()));
+    }
+  }
+  if (version.state() == v1::Version::STATE_ACTIVE && !held.empty()) {
+    absl::StrAppend(&text, "; kept paused: ", List(held));
+  }
   return text;
 }
 

@@ -83,6 +83,20 @@ TEST(ServedTest, NamesWhoDoesNot) {
             std::string::npos);
 }
 
+// It has the version, and an operator keeps it paused: nobody else says so.
+TEST(ServedTest, NamesWhoIsKeptPaused) {
+  v1::Version version = Active(3);
+  v1::ReplicaTimes* held = version.mutable_replicas(1);
+  *held->mutable_applied_time() = held->resumed_time();
+  held->clear_resumed_time();
+  EXPECT_EQ(ServedText(version),
+            "2 replicas serve models/m/versions/3; kept paused: r1");
+  held->mutable_failure()->set_reason("REPLICA_LOST");
+  EXPECT_EQ(ServedText(version),
+            "2 replicas serve models/m/versions/3; left out: r1 "
+            "(REPLICA_LOST)");
+}
+
 TEST(ServedTest, OneThatIsNotActiveSaysWhatItIs) {
   v1::Version version = Active(1);
   version.set_state(v1::Version::STATE_MOVING);

@@ -131,6 +131,23 @@ std::string RenderModels(const std::vector<v1::Model>& models) {
   return out;
 }
 
+namespace {
+
+// What an operator has to know of one in a row of a table: who keeps it paused,
+// but for updates, which let go of it by themselves.
+std::string ReplicaNote(const v1::Replica& replica) {
+  std::vector<std::string> notes;
+  if (replica.behind()) notes.push_back("behind");
+  for (const std::string& holder : replica.pause_holders()) {
+    if (holder == "operator" || holder == "isolation") {
+      notes.push_back(absl::StrCat("paused by ", holder));
+    }
+  }
+  return absl::StrJoin(notes, ", ");
+}
+
+}  // namespace
+
 std::string RenderReplicas(const std::vector<v1::Replica>& replicas) {
   if (replicas.empty()) return "No replicas.\n";
   Table table({"MODEL", "REPLICA", "STATE", "VERSION", "UPDATE", "WORKERS",
@@ -145,7 +162,7 @@ std::string RenderReplicas(const std::vector<v1::Replica>& replicas) {
          StateName(replica.state()), Number(replica.version()),
          ShortId(replica.update_id()),
          absl::StrCat(replica.workers_size(), "/", replica.worker_count()),
-         Dash(LastPart(replica.node())), replica.behind() ? "behind" : ""});
+         Dash(LastPart(replica.node())), ReplicaNote(replica)});
     if (!replica.last_failure().reason().empty()) {
       absl::StrAppend(&failures, LastPart(name), ": ",
                       FailureText(replica.last_failure()), "\n");

@@ -174,6 +174,17 @@ TEST(RenderTest, ReplicasSayWhatTheyHold) {
             "MODEL  REPLICA  STATE   VERSION  UPDATE    WORKERS  NODE  NOTE\n"
             "qwen   r1       FENCED        2  fedcba98      2/2  b     behind\n"
             "r1: APPLY_TIMEOUT: Worker 1 is late.\n");
+  // An update lets go of it by itself; these do not.
+  auto held = Parse<v1::Replica>(R"(
+    name: "models/qwen/replicas/r1" state: STATE_PAUSED version: 2
+    update_id: "fedcba9876543210" worker_count: 2 node: "nodes/b"
+    pause_holders: "update/x" pause_holders: "operator"
+    pause_holders: "isolation")");
+  EXPECT_EQ(
+      RenderReplicas({held}),
+      "MODEL  REPLICA  STATE   VERSION  UPDATE    WORKERS  NODE  NOTE\n"
+      "qwen   r1       PAUSED        2  fedcba98      0/2  b     paused by "
+      "operator, paused by isolation\n");
   EXPECT_EQ(RenderReplica(replica),
             R"(replica       models/qwen/replicas/r1
 state         FENCED

@@ -2,11 +2,19 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "absl/time/clock.h"
 #include "glog/logging.h"
 
 namespace weightsync {
 namespace daemon {
+namespace {
+
+constexpr absl::Duration kFarAway = absl::Hours(24 * 365);
+
+}  // namespace
 
 Loop::Loop(const std::string& name) : thread_([this, name] { Run(name); }) {}
 
@@ -22,6 +30,18 @@ void Loop::Post(Task task) {
 }
 
 Loop::TimerId Loop::PostAt(absl::Time when, Task task) {
+  return PostAfter(when - absl::Now(), std::move(task));
+}
+
+Loop::TimerId Loop::PostAfter(absl::Duration delay, Task task) {
+  // Far-away times would overflow.
+  delay = std::min(std::max(delay, absl::ZeroDuration()), kFarAway);
+  return PostAtTime(
+      std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(delay),
+      std::move(task));
+}
+
+Loop::TimerId Loop::PostAtTime(Time when, Task task) {
   absl::MutexLock lock(&mutex_);
   if (stopping_) return 0;
   const TimerId id = next_timer_++;
@@ -29,10 +49,6 @@ Loop::TimerId Loop::PostAt(absl::Time when, Task task) {
   timer_times_.emplace(id, when);
   changed_.Signal();
   return id;
-}
-
-Loop::TimerId Loop::PostAfter(absl::Duration delay, Task task) {
-  return PostAt(absl::Now() + delay, std::move(task));
 }
 
 void Loop::Cancel(TimerId id) {
@@ -62,7 +78,7 @@ void Loop::Stop() {
 
 void Loop::Run(const std::string& name) {
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
-  std::map<std::pair<absl::Time, TimerId>, Task> dropped;
+  std::map<std::pair<Time, TimerId>, Task> dropped;
   mutex_.Lock();
   for (;;) {
     std::deque<Task> batch;
@@ -82,8 +98,10 @@ void Loop::Run(const std::string& name) {
       continue;
     }
     auto first = timers_.begin();
-    if (first->first.first > absl::Now()) {
-      changed_.WaitWithDeadline(&mutex_, first->first.first);
+    const Time now = std::chrono::steady_clock::now();
+    if (first->first.first > now) {
+      changed_.WaitWithTimeout(&mutex_,
+                               absl::FromChrono(first->first.first - now));
       continue;
     }
     Task task = std::move(first->second);

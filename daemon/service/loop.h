@@ -5,6 +5,7 @@
 #ifndef WEIGHTSYNC_DAEMON_SERVICE_LOOP_H_
 #define WEIGHTSYNC_DAEMON_SERVICE_LOOP_H_
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -39,7 +40,8 @@ class Loop {
 
   // Timers that are due run after the tasks that were posted before: a timer
   // that finds out that something has not come can be sure that it does not
-  // just wait behind it in the queue.
+  // just wait behind it in the queue. They count on a clock that nobody sets:
+  // `when` is so far from now.
   TimerId PostAt(absl::Time when, Task task);
   TimerId PostAfter(absl::Duration delay, Task task);
   // Afterwards the task does not begin, if it has not begun; called on the loop
@@ -53,13 +55,16 @@ class Loop {
   void Stop();
 
  private:
+  // Of the clock that nobody sets.
+  using Time = std::chrono::steady_clock::time_point;
+
+  TimerId PostAtTime(Time when, Task task);
   void Run(const std::string& name);
 
   mutable absl::Mutex mutex_;
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
-  std::map<std::pair<absl::Time, TimerId>, Task> timers_
-      ABSL_GUARDED_BY(mutex_);
-  std::map<TimerId, absl::Time> timer_times_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::pair<Time, TimerId>, Task> timers_ ABSL_GUARDED_BY(mutex_);
+  std::map<TimerId, Time> timer_times_ ABSL_GUARDED_BY(mutex_);
   TimerId next_timer_ ABSL_GUARDED_BY(mutex_) = 1;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   absl::CondVar changed_;

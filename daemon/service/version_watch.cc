@@ -42,6 +42,8 @@ class Follower : public std::enable_shared_from_this<Follower> {
         stream_(std::move(stream)) {}
 
   void Begin() {
+    // The caller has gone meanwhile.
+    if (over_) return;
     watcher_ =
         loop_->Watch([self = shared_from_this()](const VersionChanged& change) {
           if (change.model == self->model_) self->Look();
@@ -60,9 +62,10 @@ class Follower : public std::enable_shared_from_this<Follower> {
   }
 
   void Closed() {
-    loop_->Unwatch(watcher_);
+    // It may not have begun.
     loop_->Ask([self = shared_from_this()](const Coordinator&, absl::Time) {
       self->over_ = true;
+      self->loop_->Unwatch(self->watcher_);
     });
   }
 
