@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/service/replica_errors.h"
 #include "daemon/service/replica_sessions.h"
+#include "daemon/service/validate.h"
 #include "glog/logging.h"
 
 namespace weightsync {
@@ -280,7 +281,9 @@ void ReplicaSessions::Applied(Worker* worker,
   up->set_worker_index(registration.worker_index());
   up->set_incarnation(registration.incarnation());
   up->set_update_id(applied.update_id());
-  if (applied.has_failure()) *up->mutable_failure() = applied.failure();
+  if (applied.has_failure()) {
+    *up->mutable_failure() = CutFailure(applied.failure());
+  }
   *up->mutable_installed() = registration.installed();
   *up->mutable_copy_duration() = applied.copy_duration();
   up->set_copied_bytes(applied.copied_bytes());

@@ -142,6 +142,7 @@ void ReplicaSessions::Heard(const ControlStream* stream,
     }
     control->named = true;
     control->registration = report.register_();
+    Cut(kLongestClient, control->registration.mutable_client());
     WatchProcess(node_, control->registration.pid(),
                  control->registration.pid_namespace(), control,
                  [this, id](const absl::Status& why) { EndControl(id, why); });
@@ -170,8 +171,9 @@ void ReplicaSessions::Heard(const ControlStream* stream,
       paused->set_incarnation(control->registration.incarnation());
       paused->set_command_id(report.paused().command_id());
       if (report.paused().has_failure())
-        *paused->mutable_failure() = report.paused().failure();
+        *paused->mutable_failure() = CutFailure(report.paused().failure());
       paused->set_detail(report.paused().detail());
+      Cut(kLongestWords, paused->mutable_detail());
       node_.link->Report(std::move(up));
       return;
     }
@@ -189,7 +191,7 @@ void ReplicaSessions::Heard(const ControlStream* stream,
       resumed->set_incarnation(control->registration.incarnation());
       resumed->set_command_id(report.resumed().command_id());
       if (report.resumed().has_failure())
-        *resumed->mutable_failure() = report.resumed().failure();
+        *resumed->mutable_failure() = CutFailure(report.resumed().failure());
       node_.link->Report(std::move(up));
       return;
     }
@@ -360,6 +362,7 @@ void ReplicaSessions::Heard(const WorkerStream* stream,
     }
     worker->named = true;
     worker->registration = report.register_();
+    Cut(kLongestClient, worker->registration.mutable_client());
     WatchProcess(node_, worker->registration.pid(),
                  worker->registration.pid_namespace(), worker,
                  [this, id](const absl::Status& why) { EndWorker(id, why); });

@@ -111,6 +111,7 @@ void TrainerSessions::Name(Session* session,
   }
   session->named = true;
   session->identity = identity;
+  Cut(kLongestClient, session->identity.mutable_client());
   session->session = RandomId();
   by_name_[session->session] = id;
   WatchProcess(node_, identity.pid(), identity.pid_namespace(), session,

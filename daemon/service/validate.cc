@@ -498,5 +498,27 @@ absl::Status CheckPublish(const v1::PublishVersionRequest& request) {
   return absl::OkStatus();
 }
 
+void Cut(size_t longest, std::string* words) {
+  if (words->size() <= longest) return;
+  size_t end = longest - 3;
+  while (end > 0 &&
+         (static_cast<unsigned char>((*words)[end]) & 0xc0) == 0x80) {
+    --end;
+  }
+  words->resize(end);
+  words->append("...");
+}
+
+v1::Failure CutFailure(const v1::Failure& failure) {
+  v1::Failure cut;
+  cut.set_code(failure.code());
+  cut.set_reason(failure.reason());
+  Cut(kLongestClient, cut.mutable_reason());
+  // Not the whole of a message of megabytes.
+  cut.set_message(failure.message().substr(0, 2 * kLongestWords));
+  Cut(kLongestWords, cut.mutable_message());
+  return cut;
+}
+
 }  // namespace daemon
 }  // namespace weightsync

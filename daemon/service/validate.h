@@ -75,6 +75,14 @@ int64_t ModelBytes(
 //   coordinator's to judge.
 absl::Status CheckPublish(const v1::PublishVersionRequest& request);
 
+// What a client says for people, cut between characters where it is longer: it
+// is kept for each replica, sent to everybody who looks, and an exception's
+// text may hold a tensor.
+inline constexpr size_t kLongestClient = 256;
+inline constexpr size_t kLongestWords = 2000;
+void Cut(size_t longest, std::string* words);
+v1::Failure CutFailure(const v1::Failure& failure);
+
 }  // namespace daemon
 }  // namespace weightsync
 

@@ -216,6 +216,26 @@ TEST(ValidateTest, RanksAndWorkers) {
             "WORKER_COUNT_INVALID");
 }
 
+TEST(ValidateTest, WordsAreCutBetweenCharacters) {
+  std::string words(10, 'x');
+  Cut(10, &words);
+  EXPECT_EQ(words, "xxxxxxxxxx");
+  words = "xxxxxx\xc3\xa4zzz";
+  Cut(10, &words);
+  EXPECT_EQ(words, "xxxxxx...");
+  v1::Failure failure;
+  failure.set_code(13);
+  failure.set_reason("HOOK_FAILED");
+  for (int i = 0; i < 100000; ++i)
+    failure.mutable_message()->append("\xc3\xa4");
+  const v1::Failure cut = CutFailure(failure);
+  EXPECT_EQ(cut.code(), 13);
+  EXPECT_EQ(cut.reason(), "HOOK_FAILED");
+  EXPECT_LE(cut.message().size(), kLongestWords);
+  EXPECT_GT(cut.message().size(), kLongestWords - 10);
+  EXPECT_EQ(cut.message().substr(cut.message().size() - 5), "\xc3\xa4...");
+}
+
 }  // namespace
 }  // namespace daemon
 }  // namespace weightsync
