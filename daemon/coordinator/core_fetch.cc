@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/coordinator/core.h"
+#include "schedule/stable_hash.h"
 
 namespace weightsync {
 namespace daemon {
@@ -52,7 +53,12 @@ void CoordinatorCore::ForgetFailedEdges(const std::string& node) {
 std::vector<Holdings> CoordinatorCore::HoldersFor(
     const CommittedUpdate& update, const std::string& target) const {
   const NodeRun& to = nodes_.at(target);
-  std::vector<std::pair<int, Holdings>> scored;
+  struct Scored {
+    int nearness;
+    uint64_t lot;
+    Holdings holdings;
+  };
+  std::vector<Scored> scored;
   for (const auto& entry : nodes_) {
     const NodeRun& node = entry.second;
     if (node.stream.empty() || node.draining || node.name == target) continue;
@@ -60,13 +66,23 @@ std::vector<Holdings> CoordinatorCore::HoldersFor(
     if (!holdings.any()) continue;
     // One that has just failed this node comes last.
     const bool failed = EdgeFailed({node.name, target});
-    scored.emplace_back(Nearness(node, to) + (failed ? 0 : 10), holdings);
+    // Of those that are equally near each target has another first: many that
+    // come at once (a cluster of engines that was started again) shall not all
+    // be sent it by one.
+    schedule::StableHash lot;
+    lot.Add(absl::string_view(node.name));
+    lot.Add(absl::string_view(target));
+    scored.push_back(
+        {Nearness(node, to) + (failed ? 0 : 10), lot.Finish(), holdings});
   }
-  std::stable_sort(
-      scored.begin(), scored.end(),
-      [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::stable_sort(scored.begin(), scored.end(),
+                   [](const Scored& a, const Scored& b) {
+                     return a.nearness != b.nearness ? a.nearness > b.nearness
+                                                     : a.lot < b.lot;
+                   });
   std::vector<Holdings> holders;
-  for (const auto& holder : scored) holders.push_back(holder.second);
+  holders.reserve(scored.size());
+  for (const Scored& holder : scored) holders.push_back(holder.holdings);
   return holders;
 }
 

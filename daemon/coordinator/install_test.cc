@@ -3,9 +3,12 @@
 // verification of what was installed.
 
 #include <algorithm>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "daemon/coordinator/coordinator.h"
 #include "daemon/coordinator/fake_cluster.h"
 #include "daemon/coordinator/fake_expect.h"
@@ -443,6 +446,43 @@ TEST(VerifyTest, ADamagedWorkerIsNamedWithItsTensor) {
   c.Pass(absl::Seconds(4));
   EXPECT_EQ(c.Answered(verify)->failure.reason(), "VERIFY_TIMEOUT");
   EXPECT_THAT(c.Answered(verify)->failure.message(), HasSubstr("worker 1"));
+}
+
+// A cluster of engines that was started again: what they lack comes from all
+// who have it, and not from the first alone.
+TEST(InstallTest, ManyWhoComeAtOnceAreSentItByMany) {
+  FakeCluster c;
+  c.AddNode("n0");
+  c.AddRank(0, 1, "n0");
+  for (int i = 1; i <= 4; ++i) {
+    c.AddNode(absl::StrCat("n", i));
+    c.AddReplica(absl::StrCat("r", i), {absl::StrCat("n", i)});
+  }
+  c.PublishAll(1);
+  c.Run();
+  ASSERT_EQ(c.Version().state(), v1::Version::STATE_ACTIVE);
+  c.commands.clear();
+  for (int i = 10; i < 34; ++i) {
+    c.AddNode(absl::StrCat("n", i));
+    c.AddReplica(absl::StrCat("r", i), {absl::StrCat("n", i)});
+  }
+  c.Run();
+  std::map<std::string, std::set<std::string>> sent;  // by holder
+  for (const auto& command : c.commands) {
+    if (!command.second.prepare_update().fetch()) continue;
+    for (const v1::Flow& flow : command.second.prepare_update().flows()) {
+      sent[flow.members(0).node()].insert(flow.members(1).node());
+    }
+  }
+  EXPECT_GE(sent.size(), 4u);
+  for (const auto& holder : sent) {
+    EXPECT_LE(holder.second.size(), 12u) << holder.first;
+  }
+  for (int i = 10; i < 34; ++i) {
+    EXPECT_EQ(c.Replica(absl::StrCat("r", i)).state(),
+              v1::Replica::STATE_SERVING);
+  }
+  EXPECT_EQ(c.violations, 0);
 }
 
 }  // namespace
