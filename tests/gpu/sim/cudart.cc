@@ -525,6 +525,7 @@ GPU_SIM_API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     *pointer = nullptr;
     return cudaSuccess;
   }
+  std::lock_guard<std::mutex> placing(*context->placing());
   const Reply reply = context->Call(
       Op::kMalloc, {bytes, static_cast<uint64_t>(fault.unexportable)});
   if (reply.error != 0) return Record(static_cast<cudaError_t>(reply.error));
@@ -544,6 +545,7 @@ namespace {
 cudaError_t GiveBack(Context* context, Op op, uint64_t address) {
   while (true) {
     if (const cudaError_t error = context->WaitAll()) return error;
+    std::lock_guard<std::mutex> placing(*context->placing());
     const Reply reply = context->Call(op, {address});
     if (reply.error == -1) continue;
     if (reply.error == 0 && reply.arg[0] == 0) context->RemoveRange(address);
@@ -769,6 +771,7 @@ GPU_SIM_API cudaError_t cudaIpcOpenMemHandle(void** pointer,
   CONTEXT(context);
   if (flags != cudaIpcMemLazyEnablePeerAccess)
     return Record(cudaErrorInvalidValue);
+  std::lock_guard<std::mutex> placing(*context->placing());
   const Reply reply = context->Call(Op::kIpcOpen, {}, &handle, sizeof(handle));
   if (reply.error != 0) return Record(static_cast<cudaError_t>(reply.error));
   Range range;

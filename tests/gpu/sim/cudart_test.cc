@@ -219,6 +219,27 @@ TEST_F(CudartTest, TheHostCannotTouchDeviceMemory) {
   EXPECT_EQ(cudaFree(const_cast<int32_t*>(pointer)), cudaSuccess);
 }
 
+// The address that was given back last is the next that is given: to a thread
+// that allocates while another has not returned from cudaFree.
+TEST_F(CudartTest, WhatOneThreadFreesAnotherGets) {
+  const auto work = [](size_t bytes) {
+    for (int i = 0; i < 500; ++i) {
+      void* pointer = nullptr;
+      ASSERT_EQ(cudaMalloc(&pointer, bytes), cudaSuccess);
+      cudaPointerAttributes last = {};
+      ASSERT_EQ(cudaPointerGetAttributes(
+                    &last, static_cast<char*>(pointer) + bytes - 1),
+                cudaSuccess);
+      EXPECT_EQ(last.type, cudaMemoryTypeDevice);
+      ASSERT_EQ(cudaFree(pointer), cudaSuccess);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i <= 8; ++i)
+    threads.emplace_back([&work, i] { work(i * 1000); });
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST_F(CudartTest, FreshMemoryIsNotZero) {
   void* pointer = Malloc(64);
   unsigned char byte = 0;
