@@ -370,10 +370,18 @@ TEST_F(CudartTest, AnOpenMappingIsCountedAndOutlivesItsExporter) {
   EXPECT_EQ(cudaIpcCloseMemHandle(one), cudaSuccess);
   EXPECT_NE(cudaMemcpy(&value, one, 4, cudaMemcpyDeviceToHost), cudaSuccess);
   EXPECT_NE(TakeFindings().find("no longer"), std::string::npos);
-  // The dead exporter's handle opens nothing.
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  // The dead exporter's handle opens nothing, from the moment when it is dead.
   EXPECT_EQ(cudaIpcOpenMemHandle(&one, handle, cudaIpcMemLazyEnablePeerAccess),
             cudaErrorMapBufferObjectFailed);
+  for (int i = 0; i < 10; ++i) {
+    Child another("exporter");
+    const auto of_another = another.Receive<cudaIpcMemHandle_t>();
+    another.Kill();
+    another.Wait();
+    EXPECT_EQ(
+        cudaIpcOpenMemHandle(&one, of_another, cudaIpcMemLazyEnablePeerAccess),
+        cudaErrorMapBufferObjectFailed);
+  }
 }
 
 TEST_F(CudartTest, AnAddressComesBackWithANewBufferId) {
