@@ -42,10 +42,14 @@ cp -f "$sim/libcudart.so.13" "$root/lib/libcudart.so.13"
 cp -f "$sim/libnccl.so.2" "$root/lib/libnccl.so.2"
 export GPU_SIM_DIR GPU_SIM_EXECUTOR=$sim/gpu_sim_executor GPU_SIM_KERNELS=$twins
 export GPU_SIM_DELAY_US=0 GPU_SIM_DEVICES=2
-# Races are looked for in all of it (that costs none of its 35 s) but in the one program that reads
-# what is being written, on purpose.
+# Races are looked for in all of it (that costs none of its 35 s) but in the one test that reads what
+# is being written, on purpose.
 mv "$root/gpu_memory_check" "$root/gpu_memory_check.real"
-printf '#!/bin/sh\nGPU_SIM_RACES=0 exec "%s/gpu_memory_check.real" "$@"\n' "$root" >"$root/gpu_memory_check"
+cat >"$root/gpu_memory_check" <<END
+#!/bin/sh
+"$root/gpu_memory_check.real" --gtest_filter='-*NeverPassesAMixture*' || exit
+GPU_SIM_RACES=0 exec "$root/gpu_memory_check.real" --gtest_filter='*NeverPassesAMixture*'
+END
 chmod +x "$root/gpu_memory_check"
 if ! output=$("$root/run.sh" --smoke "$work/results.txt" 2>&1); then
   fail "run.sh: $output"

@@ -191,12 +191,21 @@ start_ranks() {
   done
 }
 
-# await_ranks NAME: until they have published all.
+# await_ranks NAME: until they have published all. One that ends early is said at once: the others
+# would wait for it.
 await_ranks() {
-  local rank
-  for ((rank = 0; rank < ranks; ++rank)); do
-    await 300 "${trainer[rank]}" '^done' "$work/$1.$rank.out" ||
-      fail "$1: rank $rank has not published all: $(tail -1 "$work/$1.$rank.log")"
+  local end=$((SECONDS + 300)) rank waiting
+  while true; do
+    waiting=
+    for ((rank = 0; rank < ranks; ++rank)); do
+      ! grep -q '^done' "$work/$1.$rank.out" || continue
+      kill -0 "${trainer[rank]}" 2>/dev/null || grep -q '^done' "$work/$1.$rank.out" ||
+        fail "$1: rank $rank has not published all: $(tail -1 "$work/$1.$rank.log")"
+      waiting+=" $rank"
+    done
+    [[ -n "$waiting" ]] || return 0
+    ((SECONDS < end)) || fail "$1: not published in 300 s: ranks$waiting"
+    sleep 0.05
   done
 }
 
@@ -381,7 +390,7 @@ lines() {
 strike() {
   local name=$1 held=$2 target=$3 part=$4 patience=$5 try before until wanted length
   shift 5
-  for ((try = 0; try < 60; ++try)); do
+  for ((try = 0; try < 150; ++try)); do
     # A rank writes down what it is about to publish.
     lines "$work/$name.0.hashes"
     before=$count until=$(($(now) + 60000000))
@@ -411,7 +420,7 @@ strike() {
     done
     kill -CONT "$held"
   done
-  fail "$name: no update was in $* for 60 times"
+  fail "$name: no update was in $*, 150 times"
 }
 
 # in_the_middle SINCE: the update that was struck had begun (SINCE: created, or committed) and had

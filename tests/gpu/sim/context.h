@@ -53,6 +53,9 @@ class Context {
   void Observed(int slot, uint64_t count);
   void Goodbye();
 
+  // Held by who asks for a range or gives one back, until this side has noted
+  // it: the address that was given back last is the next that is given.
+  std::mutex* placing() { return &placing_mutex_; }
   // Notes a new or a vanished range, and keeps the host away from it.
   void AddRange(const Range& range);
   void RemoveRange(uint64_t address);
@@ -68,6 +71,7 @@ class Context {
   int socket_ = -1;
   Control* control_ = nullptr;
   std::mutex call_mutex_;
+  std::mutex placing_mutex_;
   std::mutex range_mutex_;
   std::map<uint64_t, Range> ranges_;
 };

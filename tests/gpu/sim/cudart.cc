@@ -553,6 +553,7 @@ GPU_SIM_API cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     *pointer = nullptr;
     return cudaSuccess;
   }
+  std::lock_guard<std::mutex> placing(*context->placing());
   const Reply reply = context->Call(
       Op::kMalloc, {bytes, static_cast<uint64_t>(fault.unexportable)});
   if (reply.error != 0) return Record(static_cast<cudaError_t>(reply.error));
@@ -573,6 +574,7 @@ namespace {
 cudaError_t GiveBack(Context* context, Op op, uint64_t address) {
   while (true) {
     if (const cudaError_t error = context->WaitAll()) return error;
+    std::lock_guard<std::mutex> placing(*context->placing());
     const Reply reply = context->Call(op, {address});
     if (reply.error == -1) continue;
     if (reply.error == 0 && reply.arg[0] == 0) context->RemoveRange(address);
@@ -804,6 +806,7 @@ GPU_SIM_API cudaError_t cudaIpcOpenMemHandle(void** pointer,
     visible |= bit;
     if (PeerAccess(context->ordinal(), static_cast<int>(i))) peers |= bit;
   }
+  std::lock_guard<std::mutex> placing(*context->placing());
   const Reply reply =
       context->Call(Op::kIpcOpen, {visible, peers}, &handle, sizeof(handle));
   if (reply.error != 0) return Record(static_cast<cudaError_t>(reply.error));

@@ -7,7 +7,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -228,6 +227,27 @@ TEST_F(CudartTest, TheHostCannotTouchDeviceMemory) {
   EXPECT_EQ(cudaFree(const_cast<int32_t*>(pointer)), cudaSuccess);
 }
 
+// The address that was given back last is the next that is given: to a thread
+// that allocates while another has not returned from cudaFree.
+TEST_F(CudartTest, WhatOneThreadFreesAnotherGets) {
+  const auto work = [](size_t bytes) {
+    for (int i = 0; i < 500; ++i) {
+      void* pointer = nullptr;
+      ASSERT_EQ(cudaMalloc(&pointer, bytes), cudaSuccess);
+      cudaPointerAttributes last = {};
+      ASSERT_EQ(cudaPointerGetAttributes(
+                    &last, static_cast<char*>(pointer) + bytes - 1),
+                cudaSuccess);
+      EXPECT_EQ(last.type, cudaMemoryTypeDevice);
+      ASSERT_EQ(cudaFree(pointer), cudaSuccess);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i <= 8; ++i)
+    threads.emplace_back([&work, i] { work(i * 1000); });
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST_F(CudartTest, FreshMemoryIsNotZero) {
   void* pointer = Malloc(64);
   unsigned char byte = 0;
@@ -416,10 +436,18 @@ TEST_F(CudartTest, AnOpenMappingIsCountedAndOutlivesItsExporter) {
   EXPECT_EQ(cudaIpcCloseMemHandle(one), cudaSuccess);
   EXPECT_NE(cudaMemcpy(&value, one, 4, cudaMemcpyDeviceToHost), cudaSuccess);
   EXPECT_NE(TakeFindings().find("no longer"), std::string::npos);
-  // The dead exporter's handle opens nothing.
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  // The dead exporter's handle opens nothing, from the moment when it is dead.
   EXPECT_EQ(cudaIpcOpenMemHandle(&one, handle, cudaIpcMemLazyEnablePeerAccess),
             cudaErrorMapBufferObjectFailed);
+  for (int i = 0; i < 10; ++i) {
+    Child another("exporter");
+    const auto of_another = another.Receive<cudaIpcMemHandle_t>();
+    another.Kill();
+    another.Wait();
+    EXPECT_EQ(
+        cudaIpcOpenMemHandle(&one, of_another, cudaIpcMemLazyEnablePeerAccess),
+        cudaErrorMapBufferObjectFailed);
+  }
 }
 
 TEST_F(CudartTest, AnAddressComesBackWithANewBufferId) {

@@ -764,7 +764,8 @@ int Executor::IpcOpen(uint64_t visible, uint64_t peers, const char* payload) {
   }
   LockedState state;
   Buffer* buffer = state.Find(handle.buffer);
-  if (buffer == nullptr || !Alive(buffer->executor))
+  // What a process had goes with it, and not when its executor has noticed.
+  if (buffer == nullptr || !Alive(buffer->executor) || !Runs(buffer->client))
     return kMapBufferObjectFailed;
   const std::string path = "/proc/" + std::to_string(buffer->executor) +
                            "/fd/" + std::to_string(buffer->memfd);
