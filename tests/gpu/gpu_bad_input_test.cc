@@ -5,10 +5,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -382,6 +384,30 @@ TEST_F(GpuBadInputTest, AnExporterThatHasEnded) {
           << reaped;
       EXPECT_TRUE(StillServes());
     }
+  }
+  {
+    // Who it is, is known from when it came, also where its end is not noticed:
+    // that of a thread is not. Nobody is said to be in another pid namespace.
+    Exporter exporter;
+    std::atomic<pid_t> thread{0};
+    absl::Notification leave;
+    std::thread named([&] {
+      thread = static_cast<pid_t>(syscall(SYS_gettid));
+      leave.WaitForNotification();
+    });
+    EXPECT_TRUE(WaitUntil([&] { return thread != 0; }));
+    BareTrainer trainer(&cluster_, "a", thread);
+    Fill(exporter.handle(), &trainer);
+    exporter.KillAndReap();
+    leave.Notify();
+    named.join();
+    EXPECT_TRUE(WaitUntil([&] {
+      return access(absl::StrCat("/proc/", thread.load()).c_str(), F_OK) != 0;
+    }));
+    EXPECT_TRUE(Refused(trainer.Register(),
+                        absl::StatusCode::kFailedPrecondition, "EXPORTER_DEAD",
+                        absl::StrCat("process ", thread.load(), ", which")));
+    EXPECT_TRUE(StillServes());
   }
   {
     // A child of the trainer, of which a daemon cannot know.
