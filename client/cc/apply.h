@@ -37,7 +37,7 @@ class ApplyPlan {
   // Bytes that the tasks write.
   int64_t bytes() const { return bytes_; }
 
-  // The copies, for a copy engine. `sources` are in the order of buckets().
+  // The copies. `sources` are in the order of buckets().
   //   INVALID_ARGUMENT (COPY_PLAN_INVALID) when one would read outside its
   //   bucket.
   absl::StatusOr<std::vector<transport::CopyTask>> Tasks(

@@ -18,11 +18,14 @@ namespace client {
 
 class ClientMemory {
  public:
-  // `copy_threads` 0: as many as the machine has CPUs, at most 4.
-  explicit ClientMemory(int copy_threads)
+  using Engine = transport::cuda::LiveMemory::Engine;
+
+  // `copy_threads` 0: as many as the machine has CPUs, at most 4. `engine`:
+  // what it does while its weights are copied.
+  explicit ClientMemory(int copy_threads, Engine engine = Engine::kStands)
       : pool_(Resolve(copy_threads)),
         memory_(&pool_, /*fds=*/nullptr, transport::HostMemory::Options()),
-        live_(&memory_) {}
+        live_(&memory_, engine) {}
 
   // Before anything is copied. The errors of ProcessGpu::Of.
   absl::Status AddGpuRange(const void* data, int64_t bytes) {

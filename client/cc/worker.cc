@@ -792,8 +792,8 @@ class Worker::Impl {
           DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
                       apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
-      // Within and between GPUs copy engines copy, which compute nothing: the
-      // daemon's agent has the digest.
+      // Within and between GPUs nothing here computes a digest: the daemon's
+      // agent has it.
       const bool on_gpu = memory->kind() == transport::MemoryKind::kCuda;
       if (on_gpu) {
         const absl::Status here = CheckDevice(*memory, *tasks);
@@ -1107,7 +1107,10 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(
                      " is not one of 0 to worker_count - 1, with worker_count ",
                      options.worker_count, "."));
   }
-  auto memory = std::make_unique<ClientMemory>(options.copy_threads);
+  // One that swaps is not asked to pause.
+  auto memory = std::make_unique<ClientMemory>(
+      options.copy_threads, options.swap ? ClientMemory::Engine::kRuns
+                                         : ClientMemory::Engine::kStands);
   for (const auto* set : {&tensors, &spare}) {
     for (const Tensor& tensor : *set) {
       if (!tensor.on_gpu) continue;

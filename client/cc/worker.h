@@ -32,9 +32,11 @@
 // where WorkerOptions::may_write says no.
 //
 // Tensors may be on GPUs of this process (Tensor::on_gpu): an update is copied
-// to them by copy engines, from memory of the daemon that is pinned once. When
-// WorkerApplied is told, and on_resume called, the bytes are there for every
-// stream.
+// to them by copy engines, from memory of the daemon that is pinned once; where
+// it waits on the same GPU, also by a kernel, in as few launches as there are
+// buckets. A worker that swaps has copy engines alone: its engine computes.
+// When WorkerApplied is told, and on_resume called, the bytes are there for
+// every stream.
 //
 // Broken streams are mended by the library: it registers again after a
 // back-off, for as long as the object lives, unless the daemon's answer is one

@@ -56,7 +56,7 @@ for line in 'memory conformance: passed' 'figures: passed' 'groups over NCCL, on
 done
 # Every figure that is wanted, beside its floor.
 for figure in 'copy inside the GPU' 'pack, with digests of frames' 'store=device: stall' \
-  'store=device: pause' 'unpack' 'read of GPU memory' 'digest, over a read' \
+  'store=device: pause' 'unpack' 'unpack, by copy engines' 'unpack, by the agent' 'read of GPU memory' 'digest, over a read' \
   'copy to pinned host memory' 'store=host: stall' 'store=host: pause' 'register 300 tensors' \
   'compute loop during a transfer'; do
   grep -Eq "^$figure +[0-9.]+ ms  floor +[0-9.]+ ms  ratio [0-9.]+  goal [0-9.]+$" "$work/results.txt" ||

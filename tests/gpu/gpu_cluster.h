@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/cc/replica.h"
 #include "client/cc/rpc.h"
 #include "client/cc/trainer.h"
@@ -28,8 +29,9 @@ namespace e2e {
 
 inline constexpr char kModel[] = "on_gpu";
 
-// Of a test that wants a larger model.
+// Of a test that wants a larger model, or one of more tensors: small ones.
 inline int64_t model_scale = 1;
+inline int small_tensors = 0;
 
 inline std::vector<client::Tensor> Parameters() {
   std::vector<client::Tensor> parameters(3);
@@ -39,6 +41,11 @@ inline std::vector<client::Tensor> Parameters() {
   parameters[1].shape = {66 * model_scale, 128};
   parameters[2].name = "norm.weight";
   parameters[2].shape = {6};
+  for (int i = 0; i < small_tensors; ++i) {
+    parameters.emplace_back();
+    parameters.back().name = absl::StrCat("layers.", i, ".weight");
+    parameters.back().shape = {4 + i % 5, 24};
+  }
   for (client::Tensor& parameter : parameters) parameter.dtype = v1::DTYPE_BF16;
   return parameters;
 }
@@ -173,18 +180,19 @@ class GpuTrainer {
   std::unique_ptr<GpuTensors> before_;
 };
 
-// An engine whose workers hold columns, each on a GPU.
+// An engine whose workers hold columns, each on a GPU; `apart` 0: all on one.
 class GpuReplica {
  public:
   GpuReplica(Cluster* cluster, const std::string& node, const std::string& name,
-             int workers, int first_device)
-      : GpuReplica(cluster->address(node), name, workers, first_device) {}
+             int workers, int first_device, int apart = 1)
+      : GpuReplica(cluster->address(node), name, workers, first_device, apart) {
+  }
   GpuReplica(const std::string& address, const std::string& name, int workers,
-             int first_device) {
+             int first_device, int apart = 1) {
     const std::string incarnation = client::RandomId();
     for (int i = 0; i < workers; ++i) {
-      tensors_.push_back(
-          std::make_unique<GpuTensors>(Parts(1, i, workers), first_device + i));
+      tensors_.push_back(std::make_unique<GpuTensors>(
+          Parts(1, i, workers), first_device + i * apart));
       client::WorkerOptions options;
       options.address = address;
       options.model = kModel;

@@ -561,9 +561,8 @@ absl::Status CudaMemory::Copy(absl::Span<const CopyTask> tasks,
             "the GPU first");
       }
       host_tasks.push_back(&task);
-    } else if (digest == nullptr && task.cast == CopyCast::kNone &&
-               task.dst != nullptr && task.dims.empty() &&
-               task.run_bytes >= options_.copy_engine_bytes) {
+    } else if (digest == nullptr && task.dst != nullptr &&
+               ByCopyEngine(task, options_.copy_engine_bytes)) {
       engine_tasks.push_back(&task);
     } else if (task.dst != nullptr || digest != nullptr) {
       kernel_tasks.push_back(task);

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "transport/cuda/copy_policy.h"
 #include "transport/cuda/device_core.h"
 #include "transport/cuda/device_handle.h"
 #include "transport/cuda/import_cache.h"
@@ -47,7 +48,7 @@ class CudaMemory final : public Memory {
     // Told of frames of a pack after each part of this size.
     int64_t pack_part_bytes = 32 << 20;
     // From here on, contiguous copies go to the copy engines.
-    int64_t copy_engine_bytes = 64 << 10;
+    int64_t copy_engine_bytes = kEngineBytesBesideWork;
     // How long the end waits for importers to close what was exported to them.
     absl::Duration importers_deadline = absl::Seconds(5);
     DeviceCore::Options core;

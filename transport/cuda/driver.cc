@@ -20,20 +20,6 @@ using PointerAttributeFunction = CUresult (*)(void*, CUpointer_attribute,
                                               CUdeviceptr);
 using DeviceUuidFunction = CUresult (*)(CUuuid*, CUdevice);
 
-absl::Status Find(const char* symbol, unsigned version, void** function) {
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSuccess;
-  const absl::Status status =
-      CheckCuda(cudaGetDriverEntryPointByVersion(symbol, function, version,
-                                                 cudaEnableDefault, &result),
-                symbol);
-  if (!status.ok()) return status;
-  if (*function == nullptr || result != cudaDriverEntryPointSuccess) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "DRIVER_TOO_OLD",
-                     absl::StrCat("the driver has no ", symbol));
-  }
-  return absl::OkStatus();
-}
-
 // Of a question about `pointer`.
 absl::Status DriverError(const void* pointer, CUresult result,
                          const char* call) {
@@ -51,19 +37,36 @@ absl::Status DriverError(const void* pointer, CUresult result,
 
 }  // namespace
 
+absl::Status FindDriverFunction(const char* symbol, unsigned version,
+                                void** function) {
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSuccess;
+  const absl::Status status =
+      CheckCuda(cudaGetDriverEntryPointByVersion(symbol, function, version,
+                                                 cudaEnableDefault, &result),
+                symbol);
+  if (!status.ok()) return status;
+  if (*function == nullptr || result != cudaDriverEntryPointSuccess) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "DRIVER_TOO_OLD",
+                     absl::StrCat("the driver has no ", symbol));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<const DriverApi*> GetDriverApi() {
   static absl::Mutex mutex(absl::kConstInit);
   static const DriverApi* found = nullptr;
   absl::MutexLock lock(&mutex);
   if (found != nullptr) return found;
   DriverApi api;
-  absl::Status status = Find("cuMemGetAddressRange", 3020, &api.address_range_);
+  absl::Status status =
+      FindDriverFunction("cuMemGetAddressRange", 3020, &api.address_range_);
   if (status.ok())
-    status = Find("cuPointerGetAttribute", 4000, &api.pointer_attribute_);
+    status = FindDriverFunction("cuPointerGetAttribute", 4000,
+                                &api.pointer_attribute_);
   if (!status.ok()) return status;
   // As it was before MIG: the whole GPU's. A driver that has forgotten it is no
   // worse for it: MIG shows in names too.
-  if (!Find("cuDeviceGetUuid", 9020, &api.device_uuid_).ok())
+  if (!FindDriverFunction("cuDeviceGetUuid", 9020, &api.device_uuid_).ok())
     api.device_uuid_ = nullptr;
   found = new DriverApi(api);
   return found;

@@ -40,6 +40,11 @@ class DriverApi {
 // FAILED_PRECONDITION: DRIVER_TOO_OLD, NO_DEVICE.
 absl::StatusOr<const DriverApi*> GetDriverApi();
 
+// The driver's function `symbol` as it was in a version of CUDA (1000 x major +
+// 10 x minor). The errors of GetDriverApi and of CheckCuda.
+absl::Status FindDriverFunction(const char* symbol, unsigned version,
+                                void** function);
+
 }  // namespace cuda
 }  // namespace transport
 }  // namespace weightsync

@@ -328,7 +328,9 @@ WEIGHTSYNC_HOST_DEVICE inline void CopyVectors(const DeviceCopy& copy,
   }
 }
 
-// Does one unit; returns the frame to which *sum belongs.
+// Does one unit; returns the frame to which *sum belongs. kPlain: of copies
+// that are neither cast nor digested, in a tenth of the code.
+template <bool kPlain>
 WEIGHTSYNC_HOST_DEVICE inline int64_t CopyUnit(const CopyLaunch& launch,
                                                int64_t unit_index,
                                                uint32_t thread,
@@ -341,16 +343,18 @@ WEIGHTSYNC_HOST_DEVICE inline int64_t CopyUnit(const CopyLaunch& launch,
   int64_t end = begin + launch.unit_bytes;
   if (begin < 0) begin = 0;
   if (end > copy.bytes) end = copy.bytes;
-  const bool digest = launch.digests != nullptr && copy.src != nullptr;
-  if (copy.vector_bytes == 16 && copy.src != nullptr &&
-      copy.cast == DeviceCast::kNone && copy.unaligned == 0) {
+  const bool digest =
+      !kPlain && launch.digests != nullptr && copy.src != nullptr;
+  const bool cast = !kPlain && copy.cast != DeviceCast::kNone;
+  if (copy.vector_bytes == 16 && copy.src != nullptr && !cast &&
+      copy.unaligned == 0) {
     const int64_t run_bytes = copy.run_elements * copy.dst_element_bytes;
     if (copy.dim_count == 0 || begin / run_bytes == (end - 1) / run_bytes) {
       CopyInRun<16>(copy, begin, end, thread, threads, digest, sum);
       return launch.frame_bytes == 0 ? 0 : unit_begin / launch.frame_bytes;
     }
   }
-  if (copy.cast != DeviceCast::kNone) {
+  if (cast) {
     switch (copy.vector_bytes) {
       case 16:
         CopyVectors<16, true>(copy, begin, end, thread, threads, digest, sum);

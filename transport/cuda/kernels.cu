@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
   for (int64_t unit = blockIdx.x; unit < launch.unit_count; unit += gridDim.x) {
     DigestSum sum;
     sum.inner_keys = launch.inner_keys;
-    const int64_t frame = CopyUnit(launch, unit, threadIdx.x, blockDim.x, &sum);
+    const int64_t frame =
+        CopyUnit<false>(launch, unit, threadIdx.x, blockDim.x, &sum);
     if (launch.digests != nullptr) {
       AddToShared(sum.lanes[0], launch.digests + 2 * frame);
       AddToShared(sum.lanes[1], launch.digests + 2 * frame + 1);
@@ -92,10 +93,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 namespace {
 
-// Enough blocks for every GPU of today, few enough that a launch is quick.
 unsigned Blocks(int64_t wanted) {
-  constexpr int64_t kMost = 1 << 16;
-  return static_cast<unsigned>(wanted < kMost ? wanted : kMost);
+  return static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
 }
 
 unsigned BlocksOfThreads(int64_t threads) {

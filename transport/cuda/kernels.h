@@ -17,6 +17,8 @@ constexpr int kMaxDims = 8;  // as transport/copy.h
 // four of them.
 constexpr int64_t kUnitBytes = 16 << 10;
 constexpr int kBlockThreads = 256;
+// Enough blocks for every GPU of today, few enough that a launch is quick.
+constexpr int64_t kMaxBlocks = 1 << 16;
 
 enum class DeviceCast : int32_t {
   kNone = 0,

@@ -66,6 +66,11 @@ LATE(cudaDeviceCanAccessPeer, (int* can, int device, int peer), can, device,
      peer)
 LATE(cudaDeviceSynchronize, (void))
 LATE(cudaDriverGetVersion, (int* version), version)
+LATE(cudaEventCreateWithFlags, (cudaEvent_t * event, unsigned int flags), event,
+     flags)
+LATE(cudaEventDestroy, (cudaEvent_t event), event)
+LATE(cudaEventQuery, (cudaEvent_t event), event)
+LATE(cudaEventRecord, (cudaEvent_t event, cudaStream_t stream), event, stream)
 LATE(cudaFree, (void* pointer), pointer)
 LATE(cudaFreeHost, (void* pointer), pointer)
 LATE(cudaGetDevice, (int* device), device)

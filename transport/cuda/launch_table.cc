@@ -109,8 +109,12 @@ absl::Status Add(DeviceCopy copy, LaunchTable* table) {
   }
   const int32_t index = static_cast<int32_t>(table->copies.size());
   table->copies.push_back(copy);
-  for (int64_t unit = first; unit <= last; ++unit)
-    table->units.push_back({index, static_cast<int32_t>(unit)});
+  // A million of them for 16 GB, which a pause waits for.
+  const size_t before = table->units.size();
+  table->units.resize(before + static_cast<size_t>(last - first + 1));
+  DeviceUnit* unit = table->units.data() + before;
+  for (int64_t place = first; place <= last; ++place)
+    *unit++ = {index, static_cast<int32_t>(place)};
   return absl::OkStatus();
 }
 

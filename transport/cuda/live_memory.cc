@@ -167,8 +167,10 @@ LiveMemory::~LiveMemory() {
 absl::Status LiveMemory::AddRange(const void* data, int64_t bytes) {
   const absl::StatusOr<std::shared_ptr<ProcessGpu>> gpu = ProcessGpu::Of(data);
   if (!gpu.ok()) return gpu.status();
-  if (std::find(gpus_.begin(), gpus_.end(), *gpu) == gpus_.end())
+  if (std::find(gpus_.begin(), gpus_.end(), *gpu) == gpus_.end()) {
     gpus_.push_back(*gpu);
+    if (engine_ == Engine::kStands) (*gpu)->PrepareCopies(copy_timeout_);
+  }
   // Tied tensors lie in one another: what touches becomes one range.
   const char* begin = static_cast<const char*>(data);
   const char* end = begin + bytes;
@@ -226,6 +228,14 @@ std::string LiveMemory::DeviceOf(const char* address) const {
   absl::MutexLock lock(&imported_mutex_);
   const auto imported = Holder(imported_, address);
   return imported == imported_.end() ? "" : imported->second.device;
+}
+
+bool LiveMemory::LiesOn(const char* address, const ProcessGpu& gpu) const {
+  const auto range = Holder(ranges_, address);
+  if (range != ranges_.end()) return range->second.gpu.get() == &gpu;
+  absl::MutexLock lock(&imported_mutex_);
+  const auto imported = Holder(imported_, address);
+  return imported != imported_.end() && imported->second.device == gpu.uuid();
 }
 
 const char* LiveMemory::SourceFor(const char* source,
@@ -332,7 +342,8 @@ bool LiveMemory::IsPinned(const char* data, int64_t bytes) const {
 absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
                               const CopyOptions& options, Digest* digest) {
   std::vector<CopyTask> here;
-  std::map<ProcessGpu*, std::vector<CopyTask>> there;
+  // By GPU, and whether it is within its memory, while nobody wants its SMs.
+  std::map<std::pair<ProcessGpu*, bool>, std::vector<CopyTask>> there;
   struct Through {
     ProcessGpu* from;
     ProcessGpu* to;
@@ -368,7 +379,13 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
     if (digest != nullptr || !pinned) {
       through.push_back({from, to, &task});
     } else if (task.dst != nullptr) {
-      std::vector<CopyTask>& of_gpu = there[to != nullptr ? to : from];
+      ProcessGpu* const gpu = to != nullptr ? to : from;
+      // What lies on another GPU is read by copy engines alone.
+      const bool within =
+          from == to && engine_ == Engine::kStands && LiesOn(task.src, *gpu);
+      std::vector<CopyTask>& of_gpu = there[{gpu, within}];
+      // Mostly all of them, thousands, while an engine waits.
+      if (of_gpu.empty()) of_gpu.reserve(tasks.size());
       of_gpu.push_back(task);
       of_gpu.back().src = source;
     }
@@ -381,8 +398,10 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
         host_->Copy(here, options, digest == nullptr ? nullptr : &sum);
     if (!status.ok()) return status;
   }
-  for (const auto& [gpu, of_gpu] : there) {
-    const absl::Status status = gpu->Copy(of_gpu, copy_timeout_);
+  for (const auto& [where, of_gpu] : there) {
+    const auto& [gpu, within] = where;
+    const absl::Status status = within ? gpu->CopyWithin(of_gpu, copy_timeout_)
+                                       : gpu->Copy(of_gpu, copy_timeout_);
     if (!status.ok()) return status;
   }
   for (const Through& copy : through) {

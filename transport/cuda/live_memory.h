@@ -24,23 +24,29 @@ namespace cuda {
 // Host memory, and of GPUs those ranges that were said. What is imported is
 // pinned, once, where there is a GPU; memory of the daemon or of a trainer on a
 // GPU of the ranges, or on one that all of those reach (ProcessGpu::peers), is
-// opened by CUDA IPC, or used as it is where this process made it. Copies to a
-// GPU go by its copy engines. What wants a digest
-// as well, and what is only read for its digest, goes through a pinned buffer,
-// as the digest is computed by the CPU; and so does what goes to or from host
-// memory that is not pinned, which would otherwise hold its thread up in the
-// runtime without a deadline.
+// opened by CUDA IPC, or used as it is where this process made it. Copies
+// between a GPU and the host, and from one GPU to another, go by copy engines;
+// within a GPU by these and a kernel (ProcessGpu::CopyWithin), unless the
+// engine runs meanwhile. What wants a digest as well, and what is only read for
+// its digest, goes through a pinned buffer, as the digest is computed by the
+// CPU; and so does what goes to or from host memory that is not pinned, which
+// would otherwise hold its thread up in the runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {
  public:
+  // What the engine does while its weights are copied. One that swaps sets of
+  // them (WorkerOptions::swap) goes on, and its GPU has no SMs for copies.
+  enum class Engine { kStands, kRuns };
+
   // `host` outlives this; so do segments and this GPU ranges.
-  explicit LiveMemory(Memory* host,
+  explicit LiveMemory(Memory* host, Engine engine = Engine::kStands,
                       absl::Duration copy_timeout = absl::Seconds(60))
-      : host_(host), copy_timeout_(copy_timeout) {}
+      : host_(host), engine_(engine), copy_timeout_(copy_timeout) {}
   ~LiveMemory() override;
 
-  // [data, data + bytes) is GPU memory of this process. The errors of
+  // [data, data + bytes) is GPU memory of this process. May hold its GPU up, so
+  // that no copy does (ProcessGpu::PrepareCopies). The errors of
   // ProcessGpu::Of.
   absl::Status AddRange(const void* data, int64_t bytes);
 
@@ -106,6 +112,9 @@ class LiveMemory final : public Memory {
   // The GPU that copies from or to `address`. Null: host memory.
   ProcessGpu* GpuOf(const void* address) const
       ABSL_LOCKS_EXCLUDED(imported_mutex_);
+  // Whether memory is of that GPU, and not of one that it can read.
+  bool LiesOn(const char* address, const ProcessGpu& gpu) const
+      ABSL_LOCKS_EXCLUDED(imported_mutex_);
   // `source` as `gpu` finds it. Null: it has no way to it.
   const char* SourceFor(const char* source, const ProcessGpu* gpu) const
       ABSL_LOCKS_EXCLUDED(imported_mutex_);
@@ -122,6 +131,7 @@ class LiveMemory final : public Memory {
                            Digest* digest);
 
   Memory* const host_;
+  const Engine engine_;
   const absl::Duration copy_timeout_;
   // By address; not overlapping.
   std::map<const char*, Range> ranges_;

@@ -28,7 +28,9 @@ constexpr int64_t kBytes = 1 << 20;
 class Engine {
  public:
   explicit Engine(absl::Duration timeout = absl::Seconds(20))
-      : pool_(1), host_(&pool_, nullptr, {}), live_(&host_, timeout) {
+      : pool_(1),
+        host_(&pool_, nullptr, {}),
+        live_(&host_, LiveMemory::Engine::kStands, timeout) {
     EXPECT_TRUE(FindCudart().ok());
     void* data = nullptr;
     EXPECT_EQ(cudaMalloc(&data, kBytes), cudaSuccess);

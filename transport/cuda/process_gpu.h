@@ -2,8 +2,10 @@
 // open them, or an engine, whose live parameters are written.
 //
 // Nothing here needs CUDA to be built or to start: its runtime is looked for
-// when a tensor on a GPU comes (late_cudart.h). There are no kernels: an engine
-// has no SMs to spare for what copy engines do.
+// when a tensor on a GPU comes (late_cudart.h). There is one kernel, which the
+// driver loads (driver_kernel.h): an engine that stands still for new weights
+// has its SMs to spare, and is back sooner; one that runs meanwhile has none,
+// and copies by copy engines alone (copy_policy.h).
 #ifndef WEIGHTSYNC_TRANSPORT_CUDA_PROCESS_GPU_H_
 #define WEIGHTSYNC_TRANSPORT_CUDA_PROCESS_GPU_H_
 
@@ -73,13 +75,24 @@ class ProcessGpu {
   // thread.
   virtual void Later(std::function<void()> then) = 0;
 
-  // Between this GPU and pinned host memory, or within it, or to it from what
-  // is open of a peer: with memory that is not pinned, `timeout` bounds
-  // nothing. Returns when the bytes are in place, and not before what it has
-  // begun has ended, but for DEADLINE_EXCEEDED (DEVICE_STALLED): nothing has
-  // moved for `timeout`, and more may follow. The errors of CheckCuda.
+  // What CopyWithin wants, made ahead of it: a few MiB on each side, and the
+  // kernel on the GPU. To make it holds the GPU up. What is missing is logged,
+  // once; nothing fails for it.
+  virtual void PrepareCopies(absl::Duration timeout) = 0;
+
+  // By copy engines, between this GPU and pinned host memory, or within it, or
+  // to it from what is open of a peer: with memory that is not pinned,
+  // `timeout` bounds nothing. Returns when the bytes are in place, and not
+  // before what it has begun has ended, but for DEADLINE_EXCEEDED
+  // (DEVICE_STALLED): nothing has moved for `timeout`, and more may follow. The
+  // errors of CheckCuda.
   virtual absl::Status Copy(absl::Span<const CopyTask> tasks,
                             absl::Duration timeout) = 0;
+  // The same, where both ends of every task are memory of this GPU, or mapped
+  // there, and nobody wants its SMs: small and strided pieces go by a kernel,
+  // whole buckets of them in one launch. Casts nothing.
+  virtual absl::Status CopyWithin(absl::Span<const CopyTask> tasks,
+                                  absl::Duration timeout) = 0;
 };
 
 }  // namespace cuda

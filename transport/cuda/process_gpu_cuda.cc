@@ -8,7 +8,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "glog/logging.h"
 #include "transport/cuda/closing_thread.h"
 #include "transport/cuda/cuda_error.h"
@@ -16,6 +15,7 @@
 #include "transport/cuda/ipc_imports.h"
 #include "transport/cuda/late_cudart.h"
 #include "transport/cuda/peers.h"
+#include "transport/cuda/process_copy.h"
 #include "transport/cuda/process_gpu.h"
 #include "transport/error.h"
 
@@ -24,15 +24,9 @@ namespace transport {
 namespace cuda {
 namespace {
 
-// The most bytes between rows that a copy engine takes.
-constexpr int64_t kMaxPitch = int64_t{1} << 30;
-// So many rows in one command.
-constexpr int64_t kMaxRows = 1 << 16;
 // Of the few bytes of a probe.
 constexpr absl::Duration kProbeTimeout = absl::Seconds(10);
 constexpr size_t kLookBytes = 64;
-// How much is given to the GPU before it is waited for.
-constexpr int kMaxCommands = 1024;
 
 thread_local bool keep_device = false;
 
@@ -66,13 +60,14 @@ class CudaProcessGpu final : public ProcessGpu {
         closer_(std::make_shared<ClosingThread>(
             device_.uuid,
             [ordinal = device_.ordinal] { cudaSetDevice(ordinal); })),
-        imports_(std::make_unique<IpcImports>(ImportOptions())) {}
+        imports_(std::make_unique<IpcImports>(ImportOptions())),
+        copier_(std::make_unique<ProcessCopier>(device_.uuid)) {}
   ~CudaProcessGpu() override {
     // Nothing is open any more; what is being closed is waited for.
     imports_ = nullptr;
     closer_ = nullptr;
     const OnDevice on(device_.ordinal);
-    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    copier_ = nullptr;
     if (look_ != nullptr) cudaFreeHost(look_);
     exporter_ = nullptr;
   }
@@ -143,28 +138,19 @@ class CudaProcessGpu final : public ProcessGpu {
     closer_->Later(std::move(then));
   }
 
+  void PrepareCopies(absl::Duration timeout) override {
+    const OnDevice on(device_.ordinal);
+    if (on.status().ok()) copier_->Prepare(timeout);
+  }
   absl::Status Copy(absl::Span<const CopyTask> tasks,
                     absl::Duration timeout) override {
     const OnDevice on(device_.ordinal);
-    if (!on.status().ok()) return on.status();
-    absl::MutexLock lock(&copy_mutex_);
-    if (stream_ == nullptr) {
-      const absl::Status status =
-          CheckCuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
-                    "cudaStreamCreateWithFlags");
-      if (!status.ok()) return status;
-    }
-    absl::Status status;
-    commands_ = 0;
-    for (const CopyTask& task : tasks) {
-      status = task.Validate();
-      if (status.ok() && task.bytes() > 0)
-        status = Submit(task, 0, task.dst, task.src, timeout);
-      if (!status.ok()) break;
-    }
-    // Also after an error: what was begun still writes.
-    const absl::Status ended = Wait(timeout);
-    return status.ok() ? ended : status;
+    return on.status().ok() ? copier_->Copy(tasks, timeout) : on.status();
+  }
+  absl::Status CopyWithin(absl::Span<const CopyTask> tasks,
+                          absl::Duration timeout) override {
+    const OnDevice on(device_.ordinal);
+    return on.status().ok() ? copier_->CopyWithin(tasks, timeout) : on.status();
   }
 
  private:
@@ -206,74 +192,6 @@ class CudaProcessGpu final : public ProcessGpu {
     return options;
   }
 
-  absl::Status Submit(const CopyTask& task, size_t dim, char* dst,
-                      const char* src, absl::Duration timeout)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
-    if (dim == task.dims.size()) return Run(dst, src, task.run_bytes, timeout);
-    const CopyDim& loop = task.dims[dim];
-    const bool pitched =
-        dim + 1 == task.dims.size() && loop.dst_stride >= task.run_bytes &&
-        loop.src_stride >= task.run_bytes && loop.dst_stride <= kMaxPitch &&
-        loop.src_stride <= kMaxPitch;
-    if (pitched) {
-      for (int64_t row = 0; row < loop.extent; row += kMaxRows) {
-        const absl::Status status =
-            Told(cudaMemcpy2DAsync(
-                     dst + row * loop.dst_stride,
-                     static_cast<size_t>(loop.dst_stride),
-                     src + row * loop.src_stride,
-                     static_cast<size_t>(loop.src_stride),
-                     static_cast<size_t>(task.run_bytes),
-                     static_cast<size_t>(std::min(kMaxRows, loop.extent - row)),
-                     cudaMemcpyDefault, stream_),
-                 "cudaMemcpy2DAsync", timeout);
-        if (!status.ok()) return status;
-      }
-      return absl::OkStatus();
-    }
-    for (int64_t i = 0; i < loop.extent; ++i) {
-      const absl::Status status =
-          Submit(task, dim + 1, dst + i * loop.dst_stride,
-                 src + i * loop.src_stride, timeout);
-      if (!status.ok()) return status;
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status Run(char* dst, const char* src, int64_t bytes,
-                   absl::Duration timeout)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
-    return Told(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes),
-                                cudaMemcpyDefault, stream_),
-                "cudaMemcpyAsync", timeout);
-  }
-
-  absl::Status Told(cudaError_t error, const char* call, absl::Duration timeout)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
-    const absl::Status status = CheckCuda(error, call);
-    if (!status.ok() || ++commands_ < kMaxCommands) return status;
-    commands_ = 0;
-    return Wait(timeout);
-  }
-
-  absl::Status Wait(absl::Duration timeout)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(copy_mutex_) {
-    const absl::Time start = absl::Now();
-    while (true) {
-      const cudaError_t error = cudaStreamQuery(stream_);
-      if (error != cudaErrorNotReady)
-        return CheckCuda(error, "a copy to or from a GPU");
-      const absl::Duration waited = absl::Now() - start;
-      if (waited > timeout) {
-        return MakeError(absl::StatusCode::kDeadlineExceeded, "DEVICE_STALLED",
-                         absl::StrCat(device_.uuid, " has not done a copy for ",
-                                      absl::FormatDuration(timeout)));
-      }
-      absl::SleepFor(
-          std::min(waited / 16 + absl::Microseconds(5), absl::Milliseconds(1)));
-    }
-  }
-
   const DeviceInfo device_;
   const std::vector<std::string> peers_;
   std::shared_ptr<ClosingThread> closer_;
@@ -282,10 +200,7 @@ class CudaProcessGpu final : public ProcessGpu {
   std::unique_ptr<DeviceExporter> exporter_ ABSL_GUARDED_BY(mutex_);
   absl::Mutex look_mutex_;
   char* look_ ABSL_GUARDED_BY(look_mutex_) = nullptr;  // pinned, kLookBytes
-  // Held while copies run: there is one stream.
-  absl::Mutex copy_mutex_;
-  cudaStream_t stream_ = nullptr;
-  int commands_ ABSL_GUARDED_BY(copy_mutex_) = 0;
+  std::unique_ptr<ProcessCopier> copier_;
 };
 
 }  // namespace

@@ -16,8 +16,10 @@
 #include <vector>
 
 #include "tests/gpu/sim/context.h"
+#include "tests/gpu/sim/fat_binary.h"
 #include "tests/gpu/sim/faults.h"
 #include "tests/gpu/sim/machine.h"
+#include "tests/gpu/sim/modules.h"
 #include "tests/gpu/sim/twin.h"
 
 #define GPU_SIM_API extern "C" __attribute__((visibility("default")))
@@ -44,6 +46,9 @@ Process& Here() {
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+// What the driver's functions work on: of the device for which this thread
+// called the runtime last.
+thread_local Context* bound_context = nullptr;
 
 cudaError_t Record(cudaError_t error) {
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
@@ -55,7 +60,9 @@ bool OldDriver() {
   return version / 1000 < kRuntimeVersion / 1000;
 }
 
-cudaError_t Enter(const char* name, Fault* fault = nullptr) {
+}  // namespace
+
+cudaError_t Enter(const char* name, Fault* fault) {
   if (!UsableProcess()) return cudaErrorInitializationError;
   if (OldDriver()) return cudaErrorInsufficientDriver;
   const Fault planted = Planted(name);
@@ -70,6 +77,8 @@ cudaError_t Enter(const char* name, Fault* fault = nullptr) {
   if (Devices().empty()) return cudaErrorNoDevice;
   return cudaSuccess;
 }
+
+namespace {
 
 #define ENTER(name) \
   if (const cudaError_t entered = Enter(#name)) return Record(entered)
@@ -223,39 +232,6 @@ struct FatBinaryWrapper {
   void* unused;
 };
 
-// Whether the module has code for the simulated devices: a binary of their
-// generation, or PTX of at most theirs (not with GPU_SIM_PTX=0: then a
-// generation that was left out shows).
-bool HasCode(const void* fat_binary) {
-  const auto* wrapper = static_cast<const FatBinaryWrapper*>(fat_binary);
-  if (wrapper->magic != 0x466243b1) return false;
-  const unsigned char* data = wrapper->data;
-  uint32_t magic;
-  uint16_t header_bytes;
-  uint64_t bytes;
-  memcpy(&magic, data, 4);
-  memcpy(&header_bytes, data + 6, 2);
-  memcpy(&bytes, data + 8, 8);
-  if (magic != 0xba55ed50) return false;
-  const uint32_t capability =
-      static_cast<uint32_t>(EnvNumber("GPU_SIM_CC", 90));
-  for (uint64_t at = header_bytes; at < header_bytes + bytes;) {
-    uint16_t kind;
-    uint32_t entry_header, arch;
-    uint64_t entry_bytes;
-    memcpy(&kind, data + at, 2);
-    memcpy(&entry_header, data + at + 4, 4);
-    memcpy(&entry_bytes, data + at + 8, 8);
-    memcpy(&arch, data + at + 28, 4);
-    if (kind == 2 && arch / 10 == capability / 10 && arch <= capability)
-      return true;
-    if (kind == 1 && arch <= capability && EnvNumber("GPU_SIM_PTX", 1) != 0)
-      return true;
-    at += entry_header + entry_bytes;
-  }
-  return false;
-}
-
 struct CallConfiguration {
   dim3 grid, block;
   size_t shared;
@@ -278,51 +254,8 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, void** args,
   }
   if (name.empty()) return Record(cudaErrorNoKernelImageForDevice);
   CONTEXT(current);
-  Context* context;
-  int slot;
-  if (!ResolveStream(stream, "a kernel launch", &context, &slot))
-    return Record(cudaErrorInvalidResourceHandle);
-  if (context != current) {
-    Finding("a kernel is launched on a stream of a device that is not current");
-    return Record(cudaErrorInvalidResourceHandle);
-  }
-  if (fault.stall) {
-    context->submitted[slot] =
-        context->Call(Op::kStall, {static_cast<uint64_t>(slot)}).arg[0];
-  }
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 ||
-      block.y == 0 || block.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 ||
-      grid.z > 65535 || uint64_t{block.x} * block.y * block.z > 1024 ||
-      shared > (48 << 10))
-    return Record(cudaErrorInvalidConfiguration);
-  static const bool loaded = [] {
-    for (const std::string& path : TwinLibraries()) {
-      if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr)
-        Die(std::string("GPU_SIM_KERNELS: ") + dlerror());
-    }
-    return true;
-  }();
-  (void)loaded;
-  const TwinEntry* twin = FindTwin(name);
-  if (twin == nullptr) {
-    Die("no host twin of the kernel " + name +
-        " in the libraries of GPU_SIM_KERNELS");
-  }
-  LaunchHeader header = {};
-  const uint32_t dims[6] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
-  memcpy(header.grid, dims, sizeof(dims));
-  header.argument_count = twin->argument_count;
-  header.name_bytes = name.size();
-  std::string payload = name;
-  for (int i = 0; i < twin->argument_count; ++i) {
-    header.argument_bytes[i] = twin->argument_bytes[i];
-    payload.append(static_cast<const char*>(args[i]), twin->argument_bytes[i]);
-  }
-  payload.insert(0, reinterpret_cast<const char*>(&header), sizeof(header));
-  const Reply reply = context->Call(Op::kLaunch, {static_cast<uint64_t>(slot)},
-                                    payload.data(), payload.size());
-  if (reply.error == 0) context->submitted[slot] = reply.arg[0];
-  return Record(static_cast<cudaError_t>(reply.error));
+  return Record(
+      LaunchTwin(current, name, grid, block, args, shared, stream, fault));
 }
 
 // The process ends in good order: what it has left is leaked.
@@ -342,9 +275,73 @@ __attribute__((destructor)) void Goodbye() {
   }
   if (Here().pinned.size() > Here().registered.size())
     Finding("leak: pinned host memory was not freed");
+  if (const size_t modules = LoadedModules()) {
+    Finding("leak: " + std::to_string(modules) + " modules were not unloaded");
+  }
 }
 
 }  // namespace
+
+const TwinEntry* Twin(const std::string& name) {
+  static const bool loaded = [] {
+    // Twins find RegisterTwin in this library, also where the program has it
+    // for itself alone (dlopen).
+    Dl_info here;
+    if (dladdr(reinterpret_cast<const void*>(&RegisterTwin), &here) == 0 ||
+        dlopen(here.dli_fname, RTLD_NOLOAD | RTLD_NOW | RTLD_GLOBAL) == nullptr)
+      Die("the simulated cudart does not find itself");
+    for (const std::string& path : TwinLibraries()) {
+      if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr)
+        Die(std::string("GPU_SIM_KERNELS: ") + dlerror());
+    }
+    return true;
+  }();
+  (void)loaded;
+  const TwinEntry* twin = FindTwin(name);
+  if (twin == nullptr) {
+    Die("no host twin of the kernel " + name +
+        " in the libraries of GPU_SIM_KERNELS");
+  }
+  return twin;
+}
+
+cudaError_t LaunchTwin(Context* current, const std::string& name, dim3 grid,
+                       dim3 block, void** args, size_t shared,
+                       cudaStream_t stream, const Fault& fault) {
+  Context* context;
+  int slot;
+  if (!ResolveStream(stream, "a kernel launch", &context, &slot))
+    return cudaErrorInvalidResourceHandle;
+  if (context != current) {
+    Finding("a kernel is launched on a stream of a device that is not current");
+    return cudaErrorInvalidResourceHandle;
+  }
+  if (fault.stall) {
+    context->submitted[slot] =
+        context->Call(Op::kStall, {static_cast<uint64_t>(slot)}).arg[0];
+  }
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 ||
+      block.y == 0 || block.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 ||
+      grid.z > 65535 || uint64_t{block.x} * block.y * block.z > 1024 ||
+      shared > (48 << 10))
+    return cudaErrorInvalidConfiguration;
+  const TwinEntry* twin = Twin(name);
+  LaunchHeader header = {};
+  const uint32_t dims[6] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
+  memcpy(header.grid, dims, sizeof(dims));
+  header.argument_count = twin->argument_count;
+  header.name_bytes = name.size();
+  std::string payload = name;
+  for (int i = 0; i < twin->argument_count; ++i) {
+    header.argument_bytes[i] = twin->argument_bytes[i];
+    payload.append(static_cast<const char*>(args[i]), twin->argument_bytes[i]);
+  }
+  payload.insert(0, reinterpret_cast<const char*>(&header), sizeof(header));
+  const Reply reply = context->Call(Op::kLaunch, {static_cast<uint64_t>(slot)},
+                                    payload.data(), payload.size());
+  if (reply.error == 0) context->submitted[slot] = reply.arg[0];
+  return static_cast<cudaError_t>(reply.error);
+}
 
 bool UsableProcess() {
   static const pid_t first = getpid();
@@ -363,8 +360,11 @@ Context* CurrentContext(cudaError_t* error) {
     context = new Context(current_device);
   }
   *error = cudaSuccess;
+  bound_context = context;
   return context;
 }
+
+Context* BoundContext() { return bound_context; }
 
 bool ResolveStream(cudaStream_t stream, const char* call, Context** context,
                    int* slot) {
@@ -423,6 +423,10 @@ GPU_SIM_API const char* cudaGetErrorName(cudaError_t error) {
     NAME(cudaErrorMapBufferObjectFailed);
     NAME(cudaErrorPeerAccessUnsupported);
     NAME(cudaErrorNoKernelImageForDevice);
+    NAME(cudaErrorInvalidKernelImage);
+    NAME(cudaErrorInvalidPtx);
+    NAME(cudaErrorUnsupportedPtxVersion);
+    NAME(cudaErrorSymbolNotFound);
     NAME(cudaErrorECCUncorrectable);
     NAME(cudaErrorInvalidResourceHandle);
     NAME(cudaErrorNotReady);
@@ -1011,7 +1015,11 @@ GPU_SIM_API void __cudaRegisterFunction(void** fat_binary,
                                         const char* device_name, int, uint3*,
                                         uint3*, dim3*, dim3*, int*) {
   std::lock_guard<std::mutex> lock(Here().mutex);
-  Here().kernels[host_function] = HasCode(fat_binary) ? device_name : "";
+  const auto* wrapper = static_cast<const FatBinaryWrapper*>(
+      static_cast<const void*>(fat_binary));
+  const bool runs = wrapper->magic == 0x466243b1 &&
+                    IsFatBinary(wrapper->data) && HasCode(wrapper->data);
+  Here().kernels[host_function] = runs ? device_name : "";
 }
 GPU_SIM_API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block,
                                                  size_t shared,
@@ -1113,6 +1121,8 @@ GPU_SIM_API cudaError_t cudaGetDriverEntryPointByVersion(
     // From 11.4 on the UUID of a MIG instance; before, that of its GPU.
     if (version >= 11040) Die("cuDeviceGetUuid_v2 is not simulated");
     *function = reinterpret_cast<void*>(&DeviceGetUuid);
+  } else if (void* const of_modules = ModuleFunction(name)) {
+    *function = of_modules;
   } else {
     Die("the driver's " + name + " is not simulated");
   }

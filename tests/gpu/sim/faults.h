@@ -2,7 +2,8 @@
 //
 // $GPU_SIM_DIR/faults holds rules, one a line; it is read again when it
 // changes. A rule is words separated by spaces:
-//   call=NAME      the call of cudart or NCCL that it is about; or
+//   call=NAME      the call of cudart, NCCL or the driver (cuModule…,
+//                  cuLaunchKernel) that it is about; or
 //   hostToDevice,
 //                  deviceToHost: what any copy moves that way, to be noted; or
 //                  peerAccess: see no=1
@@ -14,8 +15,9 @@
 //   sticky=E       as error, and the context is lost: every later call says E
 //   hang=1         the call never returns
 //   stall=1        the call returns, and what it began never ends: the stream
-//                  does no more work (cudaLaunchKernel, cudaMemcpyAsync), the
-//                  communicator stays in progress (ncclCommFinalize)
+//                  does no more work (cudaLaunchKernel, cuLaunchKernel,
+//                  cudaMemcpyAsync), the communicator stays in progress
+//                  (ncclCommFinalize)
 //   note=1         the call goes on, and is noted in $GPU_SIM_DIR/notes, with
 //                  what it was given where that is nowhere else to be seen.
 //                  copyToHost, copyToDevice, copyWithin (one GPU) and

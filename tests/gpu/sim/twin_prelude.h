@@ -43,6 +43,9 @@ static inline unsigned int atomicMax(unsigned int* to, unsigned int value) {
 }
 
 namespace gpu_sim {
+// Of each .cu file its own, as threadIdx and the others are: two kernels that
+// take the same arguments would share one otherwise, with the indices of one.
+namespace {
 
 template <typename... Args>
 struct Twin {
@@ -78,6 +81,7 @@ struct TwinRegistrar {
   explicit TwinRegistrar(const TwinEntry& entry) { RegisterTwin(entry); }
 };
 
+}  // namespace
 }  // namespace gpu_sim
 
 #define GPU_SIM_TWIN_JOIN2(a, b) a##b
