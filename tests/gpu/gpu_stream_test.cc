@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <atomic>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -71,12 +72,17 @@ int RunWorker(const std::string& address, int device) {
   }
 }
 
-// A rank that publishes two versions, the second as a STREAM.
+std::atomic<bool> told_to_go_on{false};
+
+// A rank that publishes two versions, the second as a STREAM and when it is
+// told to (SIGUSR1): the worker may be looking at the first until then.
 int RunTrainer(const std::string& address) {
+  signal(SIGUSR1, [](int) { told_to_go_on = true; });
   GpuTrainer trainer(address, 1);
   absl::Status status = trainer.Register();
   if (status.ok()) status = trainer.Publish(1).status();
   Say(absl::StrCat("published 1: ", status.ToString()));
+  while (!told_to_go_on) absl::SleepFor(absl::Milliseconds(5));
   if (status.ok()) status = trainer.Publish(2, Streamed()).status();
   Say(absl::StrCat("published 2: ", status.ToString()));
   while (true) absl::SleepFor(absl::Seconds(1));
@@ -357,6 +363,31 @@ TEST_F(GpuStreamTest, ATrainerMayFreeItsMemoryWhenItIsReleased) {
   })) << at_first - FreeBytes();
 }
 
+// A worker lets go at once, and its GPU when it has time: only then may the
+// trainer free.
+TEST_F(GpuStreamTest, ATrainerWaitsForAClosingThatTakesLong) {
+  StartNode("a", GpuFlags());
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  const auto worker = Child("worker", "a", 1);
+  ASSERT_TRUE(WaitSays(*worker, "ready"));
+  ASSERT_TRUE(trainer.Publish(1, Streamed()).ok());
+  ASSERT_TRUE(WaitSays(*worker, "holds 1.")) << worker->Log();
+  gpu_sim::Plant("call=cudaIpcCloseMemHandle process=worker hang=1");
+  trainer.NewTensors(0);
+  const absl::Time start = absl::Now();
+  ASSERT_TRUE(trainer.Register().ok());
+  // For as long as anybody is waited for (kCloseDeadline).
+  EXPECT_GT(absl::Now() - start, absl::Seconds(4));
+  // Meanwhile the worker goes on.
+  ASSERT_TRUE(trainer.Publish(2, Streamed()).ok());
+  ASSERT_TRUE(WaitSays(*worker, "holds 2.")) << worker->Log();
+  EXPECT_EQ(worker->Log().find("wrong"), std::string::npos) << worker->Log();
+  worker->Signal(SIGKILL);
+  EXPECT_TRUE(WaitUntil([&] { return !worker->Running(); }));
+  trainer.FreeBefore();
+}
+
 TEST_F(GpuStreamTest, ATrainerThatDiesInTheMiddleLeavesTheOldVersion) {
   StartNode("a", GpuFlags());
   // Slow, so that there is a middle.
@@ -367,6 +398,7 @@ TEST_F(GpuStreamTest, ATrainerThatDiesInTheMiddleLeavesTheOldVersion) {
   const auto trainer = Child("trainer", "a", 0);
   ASSERT_TRUE(WaitSays(*trainer, "published 1: OK")) << trainer->Log();
   ASSERT_TRUE(WaitSays(*worker, "holds 1.")) << worker->Log();
+  trainer->Signal(SIGUSR1);
   ASSERT_TRUE(WaitSays(*worker, "writing 2.")) << worker->Log();
   const int64_t with_trainer = FreeBytes();
   trainer->Signal(SIGKILL);
