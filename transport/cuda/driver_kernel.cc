@@ -12,8 +12,8 @@
 
 // third_party/cuda/cuda.bzl, cuda_fatbin.
 extern "C" {
-extern const char weightsync_plain_copy_image[];
-extern const char weightsync_plain_copy_image_end[];
+extern const char ws_plain_copy_image[];
+extern const char ws_plain_copy_image_end[];
 }
 
 namespace weightsync {
@@ -41,9 +41,9 @@ const char kPlainCopyName[] =
 
 absl::Span<const char> PlainCopyImage() {
   return absl::MakeConstSpan(
-      weightsync_plain_copy_image,
-      static_cast<size_t>(weightsync_plain_copy_image_end -
-                          weightsync_plain_copy_image));
+      ws_plain_copy_image,
+      static_cast<size_t>(ws_plain_copy_image_end -
+                          ws_plain_copy_image));
 }
 
 absl::StatusOr<std::unique_ptr<DriverKernel>> DriverKernel::Load(

@@ -329,7 +329,7 @@ WEIGHTSYNC_HOST_DEVICE inline void CopyVectors(const DeviceCopy& copy,
 }
 
 // Does one unit; returns the frame to which *sum belongs. kPlain: of copies
-// that are neither cast nor digested, in a tenth of the code.
+// that are neither cast nor digested, in a third of the code.
 template <bool kPlain>
 WEIGHTSYNC_HOST_DEVICE inline int64_t CopyUnit(const CopyLaunch& launch,
                                                int64_t unit_index,

@@ -7,7 +7,7 @@ namespace cuda {
 
 // What CopyKernel does for copies that are neither cast nor digested. A kernel
 // of its own: every client library carries it (driver_kernel.h), and each of
-// its processes has it on its GPU. 180 KB for all the architectures; CopyKernel
+// its processes has it on its GPU. 200 KB for all the architectures; CopyKernel
 // has half a MB.
 __global__ void __launch_bounds__(kBlockThreads, 3)
     PlainCopyKernel(const CopyLaunch launch) {

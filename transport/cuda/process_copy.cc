@@ -326,8 +326,9 @@ absl::Status ProcessCopier::WaitFor(const std::function<cudaError_t()>& query,
                        absl::StrCat(name_, " has not done a copy for ",
                                     absl::FormatDuration(timeout)));
     }
+    // An engine stands still meanwhile: not much longer than the copy takes.
     absl::SleepFor(
-        std::min(waited / 16 + absl::Microseconds(5), absl::Milliseconds(1)));
+        std::min(waited / 64 + absl::Microseconds(5), absl::Milliseconds(1)));
   }
 }
 

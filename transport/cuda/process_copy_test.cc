@@ -8,6 +8,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -439,6 +441,19 @@ int Stalled(const std::string& rule) {
   _exit(0);
 }
 
+// On a GPU of the generation that the environment says: whether its kernel
+// copies.
+int Generation(bool kernel) {
+  Buffer from(1 << 20, 1), to(1 << 20, 2);
+  const auto gpu = *ProcessGpu::Of(from.data());
+  gpu->PrepareCopies(kTimeout);
+  gpu_sim::TakeNotes();
+  gpu_sim::Plant("call=cuLaunchKernel note=1 count=0");
+  CHILD_EXPECT(gpu->CopyWithin(Pieces(0, 12, from, to), kTimeout).ok());
+  CHILD_EXPECT(gpu_sim::TakeNotes() == (kernel ? "cuLaunchKernel\n" : ""));
+  return 0;
+}
+
 // The GPU refuses to go on.
 int Faulted() {
   Buffer from(1 << 20, 1), to(1 << 20, 2);
@@ -463,9 +478,12 @@ int Wild() {
   return 0;
 }
 
-void ExpectChild(const std::vector<std::string>& arguments) {
+void ExpectChild(const std::vector<std::string>& arguments,
+                 const std::map<std::string, std::string>& environment = {}) {
   const pid_t child = fork();
   if (child == 0) {
+    for (const auto& [name, value] : environment)
+      setenv(name.c_str(), value.c_str(), 1);
     std::vector<char*> argv;
     std::vector<std::string> all = arguments;
     all.insert(all.begin(), "child");
@@ -501,6 +519,16 @@ TEST_F(ProcessCopyTest, ATableThatStallsHasADeadlineAndKeepsItsMemory) {
   ExpectChild({"--stalled", "call=cudaMemcpyAsync stall=1"});
 }
 
+TEST_F(ProcessCopyTest, EveryGenerationOfGpusHasItsCode) {
+  for (const char* capability : {"80", "86", "89", "90", "100", "103", "120"}) {
+    ExpectChild({"--generation", "kernel"},
+                {{"GPU_SIM_CC", capability}, {"GPU_SIM_PTX", "0"}});
+  }
+  // Those to come have PTX, and those of before have copy engines.
+  ExpectChild({"--generation", "kernel"}, {{"GPU_SIM_CC", "130"}});
+  ExpectChild({"--generation", "engines"}, {{"GPU_SIM_CC", "75"}});
+}
+
 TEST_F(ProcessCopyTest, AFaultIsNamed) { ExpectChild({"--faulted"}); }
 
 TEST_F(ProcessCopyTest, AKernelOutOfBoundsIsAFault) {
@@ -519,6 +547,8 @@ int main(int argc, char** argv) {
   FLAGS_logtostderr = true;
   const std::string part = argc > 1 ? argv[1] : "";
   if (part == "--stalled" && argc == 3) return cuda::Stalled(argv[2]);
+  if (part == "--generation" && argc == 3)
+    return cuda::Generation(std::string(argv[2]) == "kernel");
   if (part == "--faulted") return cuda::Faulted();
   if (part == "--wild") return cuda::Wild();
   ::testing::InitGoogleTest(&argc, argv);
