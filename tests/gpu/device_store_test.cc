@@ -237,6 +237,9 @@ TEST_F(DeviceStoreTest, WhatADeadAgentHadComesFromAnotherHolder) {
   OneWorker near(&cluster_, "a", "near", 0);
   OneWorker far(&cluster_, "b", "far", 3);
   ASSERT_TRUE(trainer.Publish(1).ok());
+  // One that was not all there when it was published gets it later.
+  ASSERT_TRUE(Serves("near", 1));
+  ASSERT_TRUE(Serves("far", 1));
   ASSERT_EQ(cluster_.GetNode("a")->update_ids_size(), 1);
   KillAgent("a");
   // The node says that it does not have it any more, and what it served stays.
@@ -272,6 +275,8 @@ TEST_F(DeviceStoreTest, AnAgentThatDiesBetweenVerifiedAndApplied) {
   });
   OneWorker far(&cluster_, "b", "far", 3);
   ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_TRUE(Serves("near", 1));
+  ASSERT_TRUE(Serves("far", 1));
   kill_it = true;
   // Every byte was where it was to be; then it was not. It is on b, too.
   const auto published = trainer.Publish(2);
@@ -292,6 +297,7 @@ TEST_F(DeviceStoreTest, AnAgentThatDiesWithTheOnlyCopy) {
     if (kill_it.exchange(false)) KillAgent("a");
   });
   ASSERT_TRUE(trainer.Publish(1).ok());
+  ASSERT_TRUE(Serves("near", 1));
   EXPECT_TRUE(near.Holds(1));
 
   // Before the commit, in the middle of the copy: it is given up by name.
@@ -416,6 +422,8 @@ TEST_F(DeviceStoreTest, AWorkerThatCannotOpenItIsBroughtCopies) {
     ASSERT_TRUE(published.ok()) << published.status();
     ASSERT_TRUE(Serves("near", version));
     EXPECT_TRUE(near.Holds(version));
+    // It registers anew, and may come to the update late.
+    ASSERT_TRUE(Serves("closed", version));
     EXPECT_TRUE(closed.Holds(version));
   }
   EXPECT_TRUE(Verify("closed"));

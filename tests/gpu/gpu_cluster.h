@@ -222,6 +222,7 @@ class GpuReplica {
     if (replica.ok()) replica_ = *std::move(replica);
     for (auto& worker : workers_)
       EXPECT_TRUE(worker->WaitRegistered(kPatience).ok());
+    EXPECT_TRUE(replica_->WaitRegistered(kPatience).ok());
   }
   // Whether every worker holds exactly this version.
   ::testing::AssertionResult Holds(int version) {

@@ -56,6 +56,8 @@ class OneWorker {
     EXPECT_TRUE(replica.ok()) << replica.status();
     if (replica.ok()) replica_ = *std::move(replica);
     EXPECT_TRUE(worker_->WaitRegistered(kPatience).ok());
+    // A publish goes on without a replica that is not all there.
+    EXPECT_TRUE(replica_->WaitRegistered(kPatience).ok());
   }
   bool Holds(int version) const {
     const std::vector<std::string> got = gpu_ != nullptr ? gpu_->Read() : host_;
