@@ -37,9 +37,7 @@ class GpuInstallTest : public GpuClusterTest {
     StartNode("a", flags);
   }
   // Calls of this process, where the engine is, while a version is published.
-  static std::map<std::string, int> CallsOf(
-      GpuTrainer* trainer, int version,
-      const v1::UpdateOptions& options = v1::UpdateOptions()) {
+  static std::map<std::string, int> CallsOf(GpuTrainer* trainer, int version) {
     std::string rules;
     for (const char* call :
          {"cuLaunchKernel", "cudaHostAlloc", "cudaMalloc", "cudaMemcpy2DAsync",
@@ -47,7 +45,7 @@ class GpuInstallTest : public GpuClusterTest {
       absl::StrAppend(&rules, "call=", call, " process=test note=1 count=0;");
     gpu_sim::TakeNotes();
     gpu_sim::Plant(rules);
-    const auto published = trainer->Publish(version, options);
+    const auto published = trainer->Publish(version);
     gpu_sim::Plant("");
     EXPECT_TRUE(published.ok()) << version << ": " << published.status();
     std::map<std::string, int> calls;
@@ -72,24 +70,6 @@ TEST_F(GpuInstallTest, ABucketOfManySmallTensorsIsOneLaunch) {
   for (const int version : {5, 6}) {
     // For each worker the launch, and its table.
     EXPECT_EQ(CallsOf(&trainer, version),
-              (std::map<std::string, int>{{"cuLaunchKernel", 2},
-                                          {"cudaMemcpyAsync", 2}}));
-    EXPECT_TRUE(replica.Holds(version));
-  }
-}
-
-// Straight out of the memory of two ranks, each of which has half of the rows.
-TEST_F(GpuInstallTest, AStreamOutOfTrainersMemoryIsOneLaunchForEach) {
-  StartStore("host");
-  GpuTrainer trainer(&cluster_, "a", 2);
-  ASSERT_TRUE(trainer.Register().ok());
-  GpuReplica replica(&cluster_, "a", "one", 1, 0);
-  v1::UpdateOptions options;
-  options.set_update_mode(v1::UPDATE_MODE_STREAM);
-  options.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
-  options.set_allow_no_recovery(true);
-  for (const int version : {1, 2}) {
-    EXPECT_EQ(CallsOf(&trainer, version, options),
               (std::map<std::string, int>{{"cuLaunchKernel", 2},
                                           {"cudaMemcpyAsync", 2}}));
     EXPECT_TRUE(replica.Holds(version));

@@ -92,7 +92,7 @@ class GpuStreamTest : public GpuClusterTest {
  protected:
   // Bytes are counted here on each way that they take. Copy engines tell how
   // many they copy, and a kernel does not: workers cannot load theirs. Which
-  // way it is does not depend on it; gpu_install_test.cc has streams with it.
+  // way it is does not depend on it.
   void SetUp() override {
     GpuClusterTest::SetUp();
     gpu_sim::Plant("call=cuModuleLoadData error=209 count=0");

@@ -30,6 +30,10 @@ constexpr int64_t kEngineBytesBesideWork = 64 << 10;
 // the GPU could have copied them five times.
 constexpr int64_t kEngineBytesInPause = 16 << 20;
 
+// So many commands of copy engines take no longer than a launch, which is one
+// for its table and one for itself.
+constexpr int64_t kCommandsOfALaunch = 2;
+
 // A valid task with a destination, of which no digest is wanted.
 inline bool ByCopyEngine(const CopyTask& task, int64_t engine_bytes) {
   return task.cast == CopyCast::kNone && task.dims.empty() &&

@@ -27,6 +27,24 @@ constexpr int kMaxCommands = 1024;
 // Larger ones are launched in parts, so that each has room in a table.
 constexpr int64_t kMaxKernelBytes = int64_t{1} << 30;
 
+// Whether a copy engine takes all rows of the innermost dimension at once.
+bool Pitched(const CopyTask& task) {
+  if (task.dims.empty()) return false;
+  const CopyDim& rows = task.dims.back();
+  return rows.dst_stride >= task.run_bytes &&
+         rows.src_stride >= task.run_bytes && rows.dst_stride <= kMaxPitch &&
+         rows.src_stride <= kMaxPitch;
+}
+
+// That a copy engine would take for it.
+int64_t CommandsOf(const CopyTask& task) {
+  if (task.bytes() == 0) return 0;
+  const int64_t rows = task.rows();
+  if (!Pitched(task)) return rows;
+  const int64_t extent = task.dims.back().extent;
+  return rows / extent * ((extent + kMaxRows - 1) / kMaxRows);
+}
+
 // At most, whatever its place.
 int64_t TableBytes(const CopyTask& task) {
   return static_cast<int64_t>(sizeof(DeviceCopy)) +
@@ -137,13 +155,19 @@ absl::Status ProcessCopier::CopyWithin(absl::Span<const CopyTask> tasks,
     status = Begin(timeout);
     if (!status.ok()) return status;
   }
+  int64_t saved = 0;
+  for (const CopyTask& task : tasks) {
+    if (!ByCopyEngine(task, kEngineBytesInPause)) saved += CommandsOf(task);
+    if (saved > kCommandsOfALaunch) break;
+  }
+  const bool launch = ready_ && saved > kCommandsOfALaunch;
   // First what the GPU can do while tables are made.
   for (const CopyTask& task : tasks) {
-    if (ready_ && !ByCopyEngine(task, kEngineBytesInPause)) continue;
+    if (launch && !ByCopyEngine(task, kEngineBytesInPause)) continue;
     status = ByEngine(task, timeout);
     if (!status.ok()) break;
   }
-  if (ready_) {
+  if (launch) {
     for (const CopyTask& task : tasks) {
       if (!status.ok()) break;
       if (!ByCopyEngine(task, kEngineBytesInPause))
@@ -193,11 +217,7 @@ absl::Status ProcessCopier::Submit(const CopyTask& task, size_t dim, char* dst,
                 "cudaMemcpyAsync", timeout);
   }
   const CopyDim& loop = task.dims[dim];
-  const bool pitched =
-      dim + 1 == task.dims.size() && loop.dst_stride >= task.run_bytes &&
-      loop.src_stride >= task.run_bytes && loop.dst_stride <= kMaxPitch &&
-      loop.src_stride <= kMaxPitch;
-  if (pitched) {
+  if (dim + 1 == task.dims.size() && Pitched(task)) {
     for (int64_t row = 0; row < loop.extent; row += kMaxRows) {
       const absl::Status status = Told(
           cudaMemcpy2DAsync(
