@@ -30,8 +30,8 @@ absl::optional<std::vector<v1::DirectCopies>> MakeDirectCopies(
     const WantedTensors& tensors,
     const std::vector<std::string>& reachable = {});
 
-// Whether any of the bucket's bytes lie on a GPU: workers have no kernels, and
-// say no digest of what they read there.
+// Whether any of the bucket's bytes lie on a GPU: workers compute no digest of
+// what they read there.
 bool ReadsDevice(const std::vector<v1::DirectCopies>& copies,
                  const InPlaceSource& source);
 
