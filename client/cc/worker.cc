@@ -794,8 +794,8 @@ class Worker::Impl {
           DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
                       apply.ordinals(), memory->data(), copies.size_bytes());
       if (!tasks.ok()) return tasks.status();
-      // What copies within and between GPUs computes nothing: the daemon's
-      // agent has the digest.
+      // Within and between GPUs nothing here computes a digest: the daemon's
+      // agent has it.
       const bool on_gpu = memory->kind() == transport::MemoryKind::kCuda;
       if (on_gpu) {
         const absl::Status here = CheckDevice(*memory, *tasks);

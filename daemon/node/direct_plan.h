@@ -43,7 +43,7 @@ class DirectPlanner {
   // workers do not cast. Takes time in proportion to the bucket's pieces.
   absl::optional<std::vector<v1::DirectCopies>> Copies(int32_t bucket) const;
 
-  // Whether any of what Copies has returned lies on a GPU: workers say no
+  // Whether any of what Copies has returned lies on a GPU: workers compute no
   // digest of what they read there.
   bool ReadsDevice(const std::vector<v1::DirectCopies>& copies) const;
 

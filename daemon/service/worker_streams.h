@@ -9,8 +9,8 @@
 // A worker that does not take a bucket in time, or cannot, is given up: its
 // replica leaves, the update goes on.
 //
-// A bucket that lies on a GPU, and that workers copy within it: they have no
-// kernels, so that the GPU's agent computes the digest, before they are told.
+// A bucket that lies on a GPU, and that workers copy within it: the GPU's agent
+// computes the digest, and not they, before they are told.
 // With verify_source it is computed again when all have read: whatever has
 // changed between is found. A worker that cannot open the memory, or has its
 // tensors elsewhere, says so and is passed the bucket as any other.

@@ -4,9 +4,9 @@
 // Memory of a peer that is mapped here is as memory of its own. Between a GPU
 // and the host it is always the engines: a kernel makes less of the bus.
 //
-// The numbers come from what a command costs, 2 to 3 us of the GPU, in which an
-// H100 or H200 copies 3 to 5 MB; tests/gpu/gpu_bench.cc has figures for both
-// ways.
+// The numbers are estimates, from what a command is known to cost, 2 to 3 us of
+// the GPU, in which an H100 or H200 copies 3 to 5 MB. tests/gpu/gpu_bench.cc
+// measures both ways; tests/gpu/RESULTS.md says whether it has.
 #ifndef WEIGHTSYNC_TRANSPORT_CUDA_COPY_POLICY_H_
 #define WEIGHTSYNC_TRANSPORT_CUDA_COPY_POLICY_H_
 

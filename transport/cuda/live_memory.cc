@@ -230,6 +230,14 @@ std::string LiveMemory::DeviceOf(const char* address) const {
   return imported == imported_.end() ? "" : imported->second.device;
 }
 
+bool LiveMemory::LiesOn(const char* address, const ProcessGpu& gpu) const {
+  const auto range = Holder(ranges_, address);
+  if (range != ranges_.end()) return range->second.gpu.get() == &gpu;
+  absl::MutexLock lock(&imported_mutex_);
+  const auto imported = Holder(imported_, address);
+  return imported != imported_.end() && imported->second.device == gpu.uuid();
+}
+
 const char* LiveMemory::SourceFor(const char* source,
                                   const ProcessGpu* gpu) const {
   const auto range = Holder(ranges_, source);
@@ -371,10 +379,11 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
     if (digest != nullptr || !pinned) {
       through.push_back({from, to, &task});
     } else if (task.dst != nullptr) {
-      // What lies on another GPU goes by copy engine.
-      const bool within = from == to && engine_ == Engine::kStands;
-      std::vector<CopyTask>& of_gpu =
-          there[{to != nullptr ? to : from, within}];
+      ProcessGpu* const gpu = to != nullptr ? to : from;
+      // What lies on another GPU is read by copy engines alone.
+      const bool within =
+          from == to && engine_ == Engine::kStands && LiesOn(task.src, *gpu);
+      std::vector<CopyTask>& of_gpu = there[{gpu, within}];
       // Mostly all of them, thousands, while an engine waits.
       if (of_gpu.empty()) of_gpu.reserve(tasks.size());
       of_gpu.push_back(task);

@@ -25,12 +25,12 @@ namespace cuda {
 // pinned, once, where there is a GPU; memory of the daemon or of a trainer on a
 // GPU of the ranges, or on one that all of those reach (ProcessGpu::peers), is
 // opened by CUDA IPC, or used as it is where this process made it. Copies
-// between a GPU and the host, and between GPUs, go by copy engines; within a
-// GPU by these and a kernel (ProcessGpu::CopyWithin), unless the engine runs
-// meanwhile. What wants a digest as well, and what is only read for its digest,
-// goes through a pinned buffer, as the digest is computed by the CPU; and so
-// does what goes to or from host memory that is not pinned, which would
-// otherwise hold its thread up in the runtime without a deadline.
+// between a GPU and the host, and from one GPU to another, go by copy engines;
+// within a GPU by these and a kernel (ProcessGpu::CopyWithin), unless the
+// engine runs meanwhile. What wants a digest as well, and what is only read for
+// its digest, goes through a pinned buffer, as the digest is computed by the
+// CPU; and so does what goes to or from host memory that is not pinned, which
+// would otherwise hold its thread up in the runtime without a deadline.
 //
 // Thread-safe, once the ranges are there.
 class LiveMemory final : public Memory {
@@ -110,6 +110,9 @@ class LiveMemory final : public Memory {
 
   // The GPU that copies from or to `address`. Null: host memory.
   ProcessGpu* GpuOf(const void* address) const
+      ABSL_LOCKS_EXCLUDED(imported_mutex_);
+  // Whether memory is of that GPU, and not of one that it can read.
+  bool LiesOn(const char* address, const ProcessGpu& gpu) const
       ABSL_LOCKS_EXCLUDED(imported_mutex_);
   // `source` as `gpu` finds it. Null: it has no way to it.
   const char* SourceFor(const char* source, const ProcessGpu* gpu) const

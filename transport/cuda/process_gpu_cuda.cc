@@ -61,7 +61,7 @@ class CudaProcessGpu final : public ProcessGpu {
             device_.uuid,
             [ordinal = device_.ordinal] { cudaSetDevice(ordinal); })),
         imports_(std::make_unique<IpcImports>(ImportOptions())),
-        copier_(std::make_unique<ProcessCopier>(device.uuid)) {}
+        copier_(std::make_unique<ProcessCopier>(device_.uuid)) {}
   ~CudaProcessGpu() override {
     // Nothing is open any more; what is being closed is waited for.
     imports_ = nullptr;
