@@ -42,8 +42,7 @@ const char kPlainCopyName[] =
 absl::Span<const char> PlainCopyImage() {
   return absl::MakeConstSpan(
       ws_plain_copy_image,
-      static_cast<size_t>(ws_plain_copy_image_end -
-                          ws_plain_copy_image));
+      static_cast<size_t>(ws_plain_copy_image_end - ws_plain_copy_image));
 }
 
 absl::StatusOr<std::unique_ptr<DriverKernel>> DriverKernel::Load(
