@@ -230,7 +230,11 @@ class WorkerFaults(PlantedFault):
         return faults.targets(self.cluster, self.rng, "worker").name
 
     def rule(self):
-        call = self.rng.choice(["cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaStreamQuery"])
+        calls = ["cudaMemcpyAsync", "cudaMemcpy2DAsync", "cudaStreamQuery"]
+        # Engines copy by a kernel where nothing comes from the host.
+        if self.cluster.gpus.store == "device":
+            calls.append("cuLaunchKernel")
+        call = self.rng.choice(calls)
         return f"call={call} sticky={FAULT} after={self.rng.choice([0, 1, 3])}"
 
 
@@ -241,7 +245,10 @@ class WorkerRefused(PlantedFault):
         return faults.targets(self.cluster, self.rng, "worker").name
 
     def rule(self):
-        call = self.rng.choice(["cudaMemcpyAsync", "cudaStreamCreateWithFlags", "cudaHostRegister"])
+        calls = ["cudaMemcpyAsync", "cudaStreamCreateWithFlags", "cudaHostRegister"]
+        if self.cluster.gpus.store == "device":
+            calls.append("cuLaunchKernel")
+        call = self.rng.choice(calls)
         return f"call={call} error={OUT_OF_MEMORY} count={self.rng.choice([1, 2, 0])}"
 
 
