@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "absl/types/optional.h"
 #include "client/cc/apply.h"
 #include "client/cc/client_memory.h"
 #include "client/cc/lease.h"
@@ -749,79 +750,115 @@ class Worker::Impl {
       LOG(ERROR) << Name() << " cannot take part in " << apply.update_id()
                  << ": " << status;
     }
-    for (int i = 0; i < apply.direct_size(); ++i) {
-      const bool last =
-          i + 1 == apply.direct_size() ||
-          apply.direct(i + 1).bucket() != apply.direct(i).bucket();
-      ReadDirectly(apply, apply.direct(i), last, stream);
+    for (int i = 0; i < apply.direct_size();) {
+      int end = i + 1;
+      // Parts on GPUs are copied at once: an engine waits, and each would be
+      // waited for by itself. What is handed over part by part is not.
+      while (!options_.take && LiesOnGpu(apply.direct(i)) &&
+             end < apply.direct_size() &&
+             apply.direct(end).bucket() == apply.direct(i).bucket() &&
+             LiesOnGpu(apply.direct(end))) {
+        ++end;
+      }
+      ReadDirectly(apply, i, end, stream);
+      i = end;
     }
   }
 
-  // A part of a bucket, each answered with its digest.
-  void ReadDirectly(const v1::ApplyUpdate& apply,
-                    const v1::DirectCopies& copies, bool last,
+  bool LiesOnGpu(const v1::DirectCopies& copies) const {
+    const auto memory = store_.Find(copies.memory().arena().arena_id());
+    return memory != nullptr && memory->kind() == transport::MemoryKind::kCuda;
+  }
+
+  // Parts `first` to before `end` of one bucket, each answered with its digest:
+  // one, or several on GPUs, which are all copied or all failed.
+  void ReadDirectly(const v1::ApplyUpdate& apply, int first, int end,
                     WorkerLease::StreamNumber stream) {
-    v1::WorkerReport report;
-    v1::StreamBucketTaken* taken = report.mutable_stream_bucket_taken();
-    taken->set_update_id(apply.update_id());
-    taken->set_command_id(apply.command_id());
-    taken->set_bucket(copies.bucket());
+    const int32_t bucket = apply.direct(first).bucket();
+    absl::optional<transport::Digest> digest;
     const absl::Status status = WriteStreamed(apply.update_id(), [&] {
-      const std::string& arena_id = copies.memory().arena().arena_id();
-      const auto memory = store_.Find(arena_id);
-      if (memory == nullptr || copies.size_bytes() > memory->bytes()) {
-        return ErrorStatus(
-            absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
-            absl::StrCat("The trainer's memory ", arena_id,
-                         " could not be mapped or was never offered."));
-      }
-      std::vector<Tensor> targets;
+      std::vector<transport::CopyTask> tasks;
       std::map<int32_t, int64_t> come;
-      if (options_.take) {
-        targets = sets_[0];
-        for (const v1::TensorCopy& copy : copies.copies()) {
-          if (copy.tensor() >= 0 &&
-              copy.tensor() < static_cast<int>(targets.size())) {
-            come[copy.tensor()] = 0;
-          }
-        }
-        const auto memories = streaming_->Targets(sets_[0], come);
-        for (const auto& tensor : come) {
-          targets[tensor.first].data = memories[tensor.first];
-        }
+      for (int i = first; i < end; ++i) {
+        const absl::Status added =
+            AddDirect(apply, apply.direct(i), &tasks, &come);
+        if (!added.ok()) return added;
       }
-      const auto tasks =
-          DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
-                      apply.ordinals(), memory->data(), copies.size_bytes());
-      if (!tasks.ok()) return tasks.status();
       // Within and between GPUs nothing here computes a digest: the daemon's
       // agent has it.
-      const bool on_gpu = memory->kind() == transport::MemoryKind::kCuda;
-      if (on_gpu) {
-        const absl::Status here = CheckDevice(*memory, *tasks);
-        if (!here.ok()) return here;
-      }
-      transport::Digest digest;
-      const absl::Status copied = memory_->get()->Copy(
-          *tasks, transport::CopyOptions(), on_gpu ? nullptr : &digest);
+      if (!LiesOnGpu(apply.direct(first))) digest.emplace();
+      const absl::Status copied =
+          memory_->get()->Copy(tasks, transport::CopyOptions(),
+                               digest.has_value() ? &*digest : nullptr);
       if (!copied.ok()) return copied;
-      for (size_t i = 0; i < tasks->size(); ++i) {
-        streaming_->bytes += (*tasks)[i].bytes();
-        // One for each copy, in their order.
-        if (options_.take) {
-          come[copies.copies(static_cast<int>(i)).tensor()] +=
-              (*tasks)[i].bytes();
-        }
-      }
-      if (!on_gpu) {
-        taken->mutable_digest()->set_lane0(digest.lanes[0]);
-        taken->mutable_digest()->set_lane1(digest.lanes[1]);
+      for (const transport::CopyTask& task : tasks) {
+        streaming_->bytes += task.bytes();
       }
       return options_.take ? HandOver(come, /*last=*/false) : absl::OkStatus();
     });
-    if (status.ok() && last) streaming_->taken.insert(taken->bucket());
-    if (!status.ok()) *taken->mutable_failure() = ToFailure(status);
-    lease_.Write(stream, std::move(report));
+    const bool last =
+        end == apply.direct_size() || apply.direct(end).bucket() != bucket;
+    if (status.ok() && last) streaming_->taken.insert(bucket);
+    for (int i = first; i < end; ++i) {
+      v1::WorkerReport report;
+      v1::StreamBucketTaken* taken = report.mutable_stream_bucket_taken();
+      taken->set_update_id(apply.update_id());
+      taken->set_command_id(apply.command_id());
+      taken->set_bucket(bucket);
+      if (!status.ok()) {
+        *taken->mutable_failure() = ToFailure(status);
+      } else if (digest.has_value()) {
+        taken->mutable_digest()->set_lane0(digest->lanes[0]);
+        taken->mutable_digest()->set_lane1(digest->lanes[1]);
+      }
+      lease_.Write(stream, std::move(report));
+    }
+  }
+
+  // The copies of one part, and the bytes of each tensor that come with it.
+  absl::Status AddDirect(const v1::ApplyUpdate& apply,
+                         const v1::DirectCopies& copies,
+                         std::vector<transport::CopyTask>* tasks,
+                         std::map<int32_t, int64_t>* come) {
+    const std::string& arena_id = copies.memory().arena().arena_id();
+    const auto memory = store_.Find(arena_id);
+    if (memory == nullptr || copies.size_bytes() > memory->bytes()) {
+      return ErrorStatus(
+          absl::StatusCode::kFailedPrecondition, "ARENA_UNKNOWN",
+          absl::StrCat("The trainer's memory ", arena_id,
+                       " could not be mapped or was never offered."));
+    }
+    std::vector<Tensor> targets;
+    if (options_.take) {
+      targets = sets_[0];
+      for (const v1::TensorCopy& copy : copies.copies()) {
+        if (copy.tensor() >= 0 &&
+            copy.tensor() < static_cast<int>(targets.size())) {
+          (*come)[copy.tensor()] = 0;
+        }
+      }
+      const auto memories = streaming_->Targets(sets_[0], *come);
+      for (const auto& tensor : *come) {
+        targets[tensor.first].data = memories[tensor.first];
+      }
+    }
+    auto added =
+        DirectTasks(copies, options_.take ? targets : sets_[WriteSet()],
+                    apply.ordinals(), memory->data(), copies.size_bytes());
+    if (!added.ok()) return added.status();
+    if (memory->kind() == transport::MemoryKind::kCuda) {
+      const absl::Status here = CheckDevice(*memory, *added);
+      if (!here.ok()) return here;
+    }
+    for (size_t i = 0; i < added->size(); ++i) {
+      // One for each copy, in their order.
+      if (options_.take) {
+        (*come)[copies.copies(static_cast<int>(i)).tensor()] +=
+            (*added)[i].bytes();
+      }
+      tasks->push_back(std::move((*added)[i]));
+    }
+    return absl::OkStatus();
   }
 
   // Nothing is copied by way of host memory in the time that an engine stands

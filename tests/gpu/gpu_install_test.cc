@@ -37,7 +37,9 @@ class GpuInstallTest : public GpuClusterTest {
     StartNode("a", flags);
   }
   // Calls of this process, where the engine is, while a version is published.
-  static std::map<std::string, int> CallsOf(GpuTrainer* trainer, int version) {
+  static std::map<std::string, int> CallsOf(
+      GpuTrainer* trainer, int version,
+      const v1::UpdateOptions& options = v1::UpdateOptions()) {
     std::string rules;
     for (const char* call :
          {"cuLaunchKernel", "cudaHostAlloc", "cudaMalloc", "cudaMemcpy2DAsync",
@@ -45,7 +47,7 @@ class GpuInstallTest : public GpuClusterTest {
       absl::StrAppend(&rules, "call=", call, " process=test note=1 count=0;");
     gpu_sim::TakeNotes();
     gpu_sim::Plant(rules);
-    const auto published = trainer->Publish(version);
+    const auto published = trainer->Publish(version, options);
     gpu_sim::Plant("");
     EXPECT_TRUE(published.ok()) << version << ": " << published.status();
     std::map<std::string, int> calls;
@@ -87,6 +89,26 @@ TEST_F(GpuInstallTest, OutOfHostMemoryThereIsNoLaunch) {
   EXPECT_TRUE(replica.Holds(2));
   EXPECT_EQ(calls.count("cuLaunchKernel"), 0u);
   EXPECT_GT(calls.at("cudaMemcpyAsync"), kSmallTensors);
+}
+
+// What is copied straight out of the trainer's memory is, too, though each
+// tensor is answered for by itself.
+TEST_F(GpuInstallTest, AStreamIsALaunchForEachBucket) {
+  StartStore("host");
+  GpuTrainer trainer(&cluster_, "a", 1);
+  ASSERT_TRUE(trainer.Register().ok());
+  GpuReplica replica(&cluster_, "a", "one", 1, 0);
+  v1::UpdateOptions streamed;
+  streamed.set_update_mode(v1::UPDATE_MODE_STREAM);
+  streamed.set_publish_mode(v1::PUBLISH_MODE_IN_PLACE);
+  streamed.set_allow_no_recovery(true);
+  ASSERT_TRUE(trainer.Publish(1).ok());
+  const auto calls = CallsOf(&trainer, 2, streamed);
+  EXPECT_TRUE(replica.Holds(2));
+  EXPECT_GE(calls.at("cuLaunchKernel"), 1);
+  EXPECT_LE(calls.at("cuLaunchKernel"), 8);
+  // Of the launches' tables, and the rest.
+  EXPECT_LT(calls.at("cudaMemcpyAsync"), 30);
 }
 
 // An engine that swaps sets of weights generates while one is written: its SMs
