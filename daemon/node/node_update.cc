@@ -1,6 +1,7 @@
 #include "daemon/node/node_update.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -308,6 +309,12 @@ void NodeUpdate::CloseRound(const absl::Status& why) {
   round_ = nullptr;
   absl::MutexLock lock(&mutex_);
   edge_failures_.clear();
+  // A copy for sending that failed has failed for good; the next round makes
+  // another.
+  for (auto staged = staged_.begin(); staged != staged_.end();) {
+    staged = staged->second->status().ok() ? std::next(staged)
+                                           : staged_.erase(staged);
+  }
 }
 
 // ---- Reports ----
@@ -443,7 +450,14 @@ void NodeUpdate::LookAtBytes() {
     ReportFailure(status);
     return;
   }
-  absl::Status marked = context_.store->MarkWhole(update_id_, manifest);
+  if (round_->fetch && !receives_) {
+    // What it has was whole before, and what it has not another run may be
+    // receiving.
+    round_->verified = true;
+    whole_.store(true, std::memory_order_release);
+    return;
+  }
+  absl::Status marked = context_.store->MarkWhole(update_id_, &here);
   // A STREAM may have nothing in the store.
   if (!marked.ok() && !(absl::IsNotFound(marked) && landings.empty())) {
     round_->unfit = true;
@@ -452,7 +466,6 @@ void NodeUpdate::LookAtBytes() {
   }
   round_->verified = true;
   whole_.store(true, std::memory_order_release);
-  if (round_->fetch && !receives_) return;
   ReportProgress(true);
   v1::NodeReport report;
   v1::UpdateVerified* verified = report.mutable_update_verified();

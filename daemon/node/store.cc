@@ -360,7 +360,7 @@ std::map<std::string, int64_t> Store::Carve(Entry* entry,
 
 absl::Status Store::MarkWhole(
     const std::string& update_id,
-    const std::map<int32_t, transport::Digest>& digests) {
+    const std::map<int32_t, transport::Digest>* digests) {
   absl::MutexLock lock(&mutex_);
   Entry* entry = Find(update_id);
   if (entry == nullptr) return UpdateUnknown(update_id);
@@ -368,9 +368,13 @@ absl::Status Store::MarkWhole(
     entry->state = Entry::State::kWhole;
   }
   for (auto& bucket : entry->buckets) {
+    if (digests != nullptr) {
+      const auto digest = digests->find(bucket.first);
+      // Another run of the update is filling it.
+      if (digest == digests->end()) continue;
+      bucket.second.digest = digest->second;
+    }
     bucket.second.whole = true;
-    auto digest = digests.find(bucket.first);
-    if (digest != digests.end()) bucket.second.digest = digest->second;
   }
   return absl::OkStatus();
 }
@@ -439,7 +443,14 @@ void Store::DropLocked(const std::string& update_id) {
 }
 
 void Store::DropIncoming(const std::string& update_id) {
-  absl::MutexLock lock(&mutex_);
+  {
+    absl::MutexLock lock(&mutex_);
+    DropIncomingLocked(update_id);
+  }
+  RunDeferred();
+}
+
+void Store::DropIncomingLocked(const std::string& update_id) {
   auto it = entries_.find(update_id);
   if (it == entries_.end()) return;
   Entry& entry = it->second;

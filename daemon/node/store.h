@@ -220,11 +220,12 @@ class Store {
       const std::vector<int32_t>& buckets,
       const std::map<int32_t, std::string>& devices = {});
 
-  // All buckets that it has room for are whole. `digests` are theirs; those
-  // that are missing are never shared. Idempotent. NOT_FOUND (UPDATE_UNKNOWN).
+  // Those buckets of which the digests are given are whole; null: all that it
+  // has room for, which are never shared then. Idempotent. NOT_FOUND
+  // (UPDATE_UNKNOWN).
   absl::Status MarkWhole(
       const std::string& update_id,
-      const std::map<int32_t, transport::Digest>& digests = {});
+      const std::map<int32_t, transport::Digest>* digests = nullptr);
 
   // The model's newest from now on. The one before is unpinned, and more than
   // keep_updates are evicted. NOT_FOUND (UPDATE_UNKNOWN), FAILED_PRECONDITION
@@ -468,6 +469,8 @@ class Store {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives the entry's extents back. REQUIRES: no pins.
   void FreeEntry(const std::string& update_id)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void DropIncomingLocked(const std::string& update_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void DropLocked(const std::string& update_id)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -1,6 +1,7 @@
 #include "daemon/node/store.h"
 
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -330,6 +331,22 @@ TEST_F(StoreTest, AllOrNothing) {
   EXPECT_EQ(ReasonOf(Reserve("u1", layout_)), "NO_STORE_ROOM");
   EXPECT_EQ(Use().store_used_bytes(), 0);
   EXPECT_TRUE(store().HeldUpdates().empty());
+}
+
+// Two runs of one update on a node, one of which receives what the other has no
+// part in.
+TEST_F(StoreTest, OnlyWhatWasLookedAtIsWhole) {
+  Make(8 << 20);
+  ASSERT_TRUE(Reserve("u1", layout_).ok());
+  const std::map<int32_t, transport::Digest> digests = {
+      {0, transport::Digest()}};
+  ASSERT_TRUE(store().MarkWhole("u1", &digests).ok());
+  EXPECT_TRUE(store().Locate("u1", {0}).ok());
+  EXPECT_FALSE(store().Locate("u1", {0, 1}).ok());
+  // It was given up: what is whole stays.
+  store().DropIncoming("u1");
+  EXPECT_TRUE(store().Locate("u1", {0}).ok());
+  EXPECT_FALSE(store().Locate("u1", {1}).ok());
 }
 
 }  // namespace
