@@ -143,9 +143,11 @@ TEST_F(DeviceStoreTest, EachGpuHasABudgetOfItsOwn) {
   // With the model everything goes.
   for (const char* id : {"u3", "u4", "u5"}) store().Drop(id);
   store().Forget("models/m");
-  EXPECT_EQ(node_->gpus().device_bytes("gpu-0"), 0);
-  EXPECT_EQ(node_->gpus().device_bytes("gpu-1"), 0);
   EXPECT_TRUE(store().ArenaIds().empty());
+  EXPECT_TRUE(Eventually([&] {
+    return node_->gpus().device_bytes("gpu-0") == 0 &&
+           node_->gpus().device_bytes("gpu-1") == 0;
+  }));
 }
 
 TEST_F(DeviceStoreTest, WhatALostGpuHadIsGone) {
