@@ -104,12 +104,18 @@ def test_a_connection_that_went_silent_is_made_anew(pair):
 
 def test_a_node_that_ends_does_not_wait_for_answers_of_others(pair):
     here, _, far = pair
-    # The other rank never comes: whoever waits for the version waits for long.
-    with weightsync.Trainer("m", rank=0, world_size=2, address=here.nodes[0].socket) as trainer:
+    address = here.nodes[0].socket
+    tensors = {"w": numpy.zeros((64, 64), numpy.float32)}
+    with weightsync.Trainer("m", rank=0, world_size=2, address=address) as trainer, weightsync.Trainer(
+        "m", rank=1, world_size=2, address=address
+    ) as other:
+        trainer.register(tensors)
+        other.register(tensors)
 
+        # The other rank does not publish: whoever waits for the version waits for long.
         def publish():
             with contextlib.suppress(weightsync.WeightsyncError):
-                trainer.publish(tensors={"w": numpy.zeros((64, 64), numpy.float32)})
+                trainer.publish()
 
         publishing = threading.Thread(target=publish)
         publishing.start()

@@ -98,6 +98,13 @@ def test_versions_arrive(address, model):
         worker.wait_registered()
         assert worker.installed.state == weightsync.InstalledState.ORIGINAL
         assert trainer.node == "nodes/node0"
+        with weightsync.Admin(address) as admin:
+            # Its node has made room for it.
+            cluster.wait_until(
+                lambda: admin.call("GetModel", name=f"models/{model}").replica_count == 1
+                and admin.call("GetReplica", name=f"models/{model}/replicas/r").state == 2,  # SERVING
+                "the replica is not whole",
+            )
         prepared = trainer.prepare()
         assert prepared["bucket_count"] >= 1
         for step in (10, 20):
