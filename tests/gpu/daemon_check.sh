@@ -32,13 +32,17 @@ pids=()
 finish() {
   local code=$? pid
   trap - EXIT
-  for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null; done
-  for pid in "${pids[@]}"; do
-    timeout 15 tail --pid="$pid" -f /dev/null 2>/dev/null || kill -9 "$pid" 2>/dev/null
-  done
+  # First: whoever ends this may not wait for what follows.
   if ((code != 0)); then
     tail -n 8 "$work"/*.log 2>/dev/null
   fi
+  for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null; done
+  local end=$((SECONDS + 15))
+  ((code != 143)) || end=$((SECONDS + 3))
+  for pid in "${pids[@]}"; do
+    while kill -0 "$pid" 2>/dev/null && ((SECONDS < end)); do sleep 0.05; done
+    kill -9 "$pid" 2>/dev/null
+  done
   rm -rf "$work"
   exit "$code"
 }
@@ -266,7 +270,7 @@ check_move() {
   done
   # The last one goes straight from the trainer's memory to the engines'.
   for rank in "${trainer[@]}"; do
-    timeout 60 tail --pid="$rank" -f /dev/null || fail "a rank does not end"
+    timeout --foreground 60 tail --pid="$rank" -f /dev/null || fail "a rank does not end"
   done
   start_ranks streamed 3 1 --update_mode=stream
   await_ranks streamed
@@ -280,6 +284,7 @@ check_move() {
     fail "a worker could not copy out of the trainer's memory: $(grep -m1 'is passed bucket' "$work/daemon.log")"
   grep -h '^result' "$work/trainer.0.out" "$work/streamed.0.out"
   echo "moved twice: $chosen, $(bytes_of trainer) bytes, to ${#replicas[@]} workers$instead"
+  told
 }
 
 check_register() {
@@ -294,7 +299,7 @@ check_register() {
   for round in 1 2 3 4; do
     start_ranks "register$round" 1 0
     await_ranks "register$round"
-    timeout 60 tail --pid="${trainer[0]}" -f /dev/null || fail "the trainer does not end"
+    timeout --foreground 60 tail --pid="${trainer[0]}" -f /dev/null || fail "the trainer does not end"
     seconds=$(awk -F'seconds=' '/^registered/ { print $2 }' "$work/register$round.0.out")
     [[ -n "$seconds" ]] || fail "the trainer does not say how long it took"
     ((round == 1)) && continue
@@ -309,6 +314,14 @@ figure() {
   awk -v name="$1" -v s="$2" -v f="$3" -v goal="$4" 'BEGIN {
     printf "%-34s %10.3f ms  floor %10.3f ms  ratio %.3f  goal %.2f\n", name, s * 1e3, f * 1e3, f / s, goal
   }'
+}
+
+# What the programs have said that gives a figure another meaning: another way than the one that is
+# to be timed was taken.
+told() {
+  grep -hE 'cannot be pinned|go by its copy engines|by way of host memory|does not pin' "$work"/*.log |
+    sed 's/^.*\] /said: /' | sort | uniq -c
+  return 0
 }
 
 check_publish() {
@@ -337,14 +350,15 @@ check_publish() {
     }')
   [[ -n "$bytes" ]] || fail "the trainer says no result"
   # Nobody else uses the GPU while its copies are timed.
-  for rank in "${trainer[@]}"; do timeout 60 tail --pid="$rank" -f /dev/null; done
-  timeout --kill-after=5 60 "$here/gpu_bench" --floors "$bytes" >"$work/floors" ||
+  for rank in "${trainer[@]}"; do timeout --foreground 60 tail --pid="$rank" -f /dev/null; done
+  timeout --foreground --kill-after=5 60 "$here/gpu_bench" --floors "$bytes" >"$work/floors" ||
     fail "gpu_bench --floors"
   local out=within in=within goal=0.77
   if [[ $store == host ]]; then out=to_host in=from_host goal=0.91; fi
   figure "store=$store: stall" "$stall" "$(awk -v f="floor_$out" '$1 == f { print $2 }' "$work/floors")" $goal
   figure "store=$store: pause" "$pause" "$(awk -v f="floor_$in" '$1 == f { print $2 }' "$work/floors")" $goal
   echo "published by $ranks ranks to one worker, store=$store: $chosen, $bytes bytes$instead"
+  told
 }
 
 # look VERSION: its state and when it was created, committed and ended, in microseconds (0: not

@@ -117,9 +117,12 @@ absl::StatusOr<std::shared_ptr<const ImportedAllocation>> IpcImports::OpenWhole(
   const absl::StatusOr<const DriverApi*> driver = GetDriverApi();
   absl::Status status = driver.status();
   if (status.ok()) status = (*driver)->AddressRange(*pointer, &base, &room);
-  if (status.ok() &&
-      (base != reinterpret_cast<uint64_t>(*pointer) || room < handle.bytes)) {
-    status = TooShort(handle, room);
+  // A small allocation is a part of a larger block, and a driver may say where
+  // that begins.
+  const uint64_t opened = reinterpret_cast<uint64_t>(*pointer);
+  if (status.ok()) {
+    room = opened < base ? 0 : room - static_cast<int64_t>(opened - base);
+    if (room < handle.bytes) status = TooShort(handle, room);
   }
   if (!status.ok()) {
     options_.later([pointer = *pointer] { Close(pointer); });

@@ -381,8 +381,8 @@ absl::Status LiveMemory::Copy(absl::Span<const CopyTask> tasks,
     } else if (task.dst != nullptr) {
       ProcessGpu* const gpu = to != nullptr ? to : from;
       // What lies on another GPU is read by copy engines alone.
-      const bool within =
-          from == to && engine_ == Engine::kStands && LiesOn(task.src, *gpu);
+      const bool within = from != nullptr && to != nullptr &&
+                          engine_ == Engine::kStands && LiesOn(task.src, *gpu);
       std::vector<CopyTask>& of_gpu = there[{gpu, within}];
       // Mostly all of them, thousands, while an engine waits.
       if (of_gpu.empty()) of_gpu.reserve(tasks.size());

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "glog/logging.h"
 #include "transport/cuda/agent/agent_memory_segment.h"
@@ -304,8 +305,8 @@ absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::ArenaForChannel(
   }
   const absl::StatusOr<AgentPlace> place = PlaceOf(gpu, epoch, address, bytes);
   if (place.ok()) return absl::optional<AgentPlace>(*place);
-  if (absl::IsUnavailable(place.status()) ||
-      absl::IsDeadlineExceeded(place.status())) {
+  // Of an agent that is lost, and not of one that cannot.
+  if (absl::StartsWith(ReasonOf(place.status()), "DEVICE_AGENT_")) {
     return place.status();
   }
   LOG(WARNING) << gpu->uuid << " does not pin " << arena.bytes

@@ -20,17 +20,23 @@ class AgentMemory::ArenaSegment final : public Segment {
   ArenaSegment(AgentMemory* memory, std::unique_ptr<Segment> base)
       : memory_(memory), base_(std::move(base)) {}
   ~ArenaSegment() override {
-    std::vector<std::pair<DeviceAgent*, Gpu::Pinned>> pinned;
+    std::vector<Gpu*> gpus;
     {
       absl::MutexLock lock(&memory_->mutex_);
       memory_->arenas_.erase(base_->data());
-      for (const auto& [uuid, gpu] : memory_->gpus_) {
-        gpu->unpinnable.erase(base_->data());
-        const auto at = gpu->pinned.find(base_->data());
-        if (at == gpu->pinned.end()) continue;
-        pinned.emplace_back(gpu->agent, at->second);
-        gpu->pinned.erase(at);
-      }
+      for (const auto& [uuid, gpu] : memory_->gpus_) gpus.push_back(gpu.get());
+    }
+    std::vector<std::pair<DeviceAgent*, Gpu::Pinned>> pinned;
+    for (Gpu* gpu : gpus) {
+      // One that is being pinned is unpinned when it is: the next arena may
+      // have this address.
+      absl::MutexLock pinning(&gpu->pin_mutex);
+      absl::MutexLock lock(&memory_->mutex_);
+      gpu->unpinnable.erase(base_->data());
+      const auto at = gpu->pinned.find(base_->data());
+      if (at == gpu->pinned.end()) continue;
+      pinned.emplace_back(gpu->agent, at->second);
+      gpu->pinned.erase(at);
     }
     for (const auto& [agent, what] : pinned) {
       memory_->Later([agent = agent, what = what] {
