@@ -50,10 +50,10 @@ namespace {
 
 // Of each end of each edge over NCCL. The same on all nodes of a cluster.
 constexpr int64_t kNcclStagingBytes = 16 << 20;
-// Of --group=auto, after a communicator that could not be made.
-// A connection to the coordinator on which nothing came is asked; and is given
-// up when nothing comes for as long again.
+// A connection to the coordinator on which nothing came is asked, and is given
+// up when nothing comes for as long again; no sooner than the lease.
 constexpr absl::Duration kConnectionPatience = absl::Seconds(5);
+// Of --group=auto, after a communicator that could not be made.
 constexpr absl::Duration kNcclRest = absl::Seconds(30);
 
 // Of one message: lists of the parameters of very large models.
@@ -117,7 +117,7 @@ CoordinatorOptions ForCoordinator(const Options& options) {
   return coordinator;
 }
 
-grpc::ChannelArguments ChannelArguments() {
+grpc::ChannelArguments ChannelArguments(absl::Duration heartbeat_timeout) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -129,8 +129,8 @@ grpc::ChannelArguments ChannelArguments() {
   // What was cut off without a word is dialled again, and not only used again
   // when TCP sends its next byte, minutes after the way is there again. Each
   // side beats every second: nothing is pinged where all is well.
-  const int patience =
-      static_cast<int>(absl::ToInt64Milliseconds(kConnectionPatience));
+  const int patience = static_cast<int>(absl::ToInt64Milliseconds(std::min(
+      std::max(kConnectionPatience, heartbeat_timeout), absl::Hours(1))));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, patience);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, patience);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -260,7 +260,7 @@ absl::Status DaemonImpl::CheckOptions() {
     const absl::Status status = CheckDialled(options_.coordinator_address);
     if (!status.ok()) return status;
     // It would join, and every update to or from it would fail.
-    if (data->loopback && !IsOnThisMachine(options_.coordinator_address)) {
+    if (data->loopback && IsElsewhere(options_.coordinator_address)) {
       return Invalid(
           "ADDRESS_INVALID",
           absl::StrCat("--data_address=", options_.data_address,
@@ -449,7 +449,7 @@ absl::Status DaemonImpl::StartCoordinator() {
     access_.name = options_.coordinator_address;
     access_.remote = grpc::CreateCustomChannel(
         options_.coordinator_address, grpc::InsecureChannelCredentials(),
-        ChannelArguments());
+        ChannelArguments(options_.deadlines.heartbeat));
   }
   Agent::Parts parts;
   parts.memory = memory_.get();
@@ -559,7 +559,8 @@ absl::Status DaemonImpl::StartServer() {
 
   // The embedded coordinator is reached as any other, without a socket.
   agent_->Start(coordinator_ != nullptr
-                    ? server_->InProcessChannel(ChannelArguments())
+                    ? server_->InProcessChannel(
+                          ChannelArguments(options_.deadlines.heartbeat))
                     : access_.remote);
   return absl::OkStatus();
 }

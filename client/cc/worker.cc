@@ -771,7 +771,7 @@ class Worker::Impl {
   }
 
   // Parts `first` to before `end` of one bucket, each answered with its digest:
-  // one, or several on GPUs, which are all copied or all failed.
+  // one, or several on GPUs.
   void ReadDirectly(const v1::ApplyUpdate& apply, int first, int end,
                     WorkerLease::StreamNumber stream) {
     const int32_t bucket = apply.direct(first).bucket();

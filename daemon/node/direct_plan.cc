@@ -62,7 +62,11 @@ DirectPlanner::DirectPlanner(const NodeLayout& layout,
   }
   for (const SourceRegion& region : source.regions) {
     if (region.arena == nullptr) continue;
-    regions_.emplace(region.data, &region);
+    // One arena may be named twice.
+    const SourceRegion*& known = regions_[region.data];
+    if (known == nullptr || known->size_bytes < region.size_bytes) {
+      known = &region;
+    }
     if (!region.device_uuid.empty()) device_arenas_.insert(region.arena_id);
   }
 }

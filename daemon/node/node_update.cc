@@ -207,7 +207,7 @@ bool NodeUpdate::FetchEnded() {
   const bool through =
       round_->move && AllMoved() && (round_->verified || !receives_);
   const bool refused = round_->answered && !round_->answer.ok();
-  const bool failed = round_->move && !round_->blamed.empty() &&
+  const bool failed = round_->move && (!AllMoved() || round_->unfit) &&
                       std::all_of(round_->flows.begin(), round_->flows.end(),
                                   [](const std::unique_ptr<FlowRun>& flow) {
                                     return flow->done;
@@ -215,7 +215,10 @@ bool NodeUpdate::FetchEnded() {
   // By then the coordinator has given up on whoever it waited for.
   const bool forgotten =
       round_->answered && !round_->move &&
-      absl::Now() > round_->prepared_time + 2 * context_.prepare_timeout;
+      absl::Now() >
+          round_->prepared_time + 2 * DurationOr(round_->command.has_timeout(),
+                                                 round_->command.timeout(),
+                                                 context_.prepare_timeout);
   if (!through && !refused && !failed && !forgotten) return false;
   ended_ = true;
   committed_ = through;

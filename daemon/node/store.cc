@@ -209,6 +209,7 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
     const std::string& update_id, const std::string& layout_id,
     const std::vector<Want>& wants) {
   bool evicting = false;
+  bool waited = false;
   while (true) {
     // Looked up again each time: Grow lets go of the lock.
     Entry* entry = Find(update_id);
@@ -252,15 +253,15 @@ absl::StatusOr<std::vector<BucketRoom>> Store::ReserveLocked(
       needed += ArenaSpace::Aligned(entry->bucket_bytes(want.bucket));
     }
     const int64_t pinned = PinnedBytes(device);
-    if (needed > budget - pinned && sharing_ > 0) {
+    if (needed > budget - pinned && sharing_ > 0 && !waited) {
       // What is compared with another is not in use: it makes way.
       room_wanted_ = true;
       const auto shared = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) {
         return sharing_ == 0;
       };
-      if (mutex_.AwaitWithTimeout(absl::Condition(&shared), kSharePatience)) {
-        continue;
-      }
+      mutex_.AwaitWithTimeout(absl::Condition(&shared), kSharePatience);
+      waited = true;
+      continue;
     }
     if (needed > budget - pinned) {
       return NoStoreRoom(

@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <netinet/in.h>
 #include <string.h>
 #include <sys/file.h>
@@ -136,14 +137,34 @@ absl::Status CheckApart(absl::Span<const ListenFlag> places) {
   return absl::OkStatus();
 }
 
-bool IsOnThisMachine(absl::string_view dialled) {
-  if (absl::StartsWith(dialled, "unix:")) return true;
+bool IsElsewhere(absl::string_view dialled) {
+  if (absl::StartsWith(dialled, "unix:")) return false;
   absl::string_view host = dialled.substr(0, dialled.rfind(':'));
   absl::ConsumePrefix(&host, "[");
   absl::ConsumeSuffix(&host, "]");
-  if (absl::EqualsIgnoreCase(host, "localhost")) return true;
   const auto address = Host(host);
-  return address.has_value() && address->loopback;
+  if (!address.has_value() || address->loopback || address->wildcard) {
+    return false;
+  }
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return false;
+  bool here = false;
+  for (const ifaddrs* one = all; one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr) continue;
+    const int family = one->ifa_addr->sa_family;
+    const void* bytes = nullptr;
+    if (family == AF_INET) {
+      bytes = &reinterpret_cast<const sockaddr_in*>(one->ifa_addr)->sin_addr;
+    } else if (family == AF_INET6) {
+      bytes = &reinterpret_cast<const sockaddr_in6*>(one->ifa_addr)->sin6_addr;
+    }
+    char text[INET6_ADDRSTRLEN];
+    here = here || (bytes != nullptr &&
+                    inet_ntop(family, bytes, text, sizeof(text)) != nullptr &&
+                    address->host == text);
+  }
+  freeifaddrs(all);
+  return !here;
 }
 
 absl::Status CheckDialled(absl::string_view address) {

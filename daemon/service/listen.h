@@ -52,9 +52,9 @@ absl::Status CheckApart(absl::Span<const ListenFlag> places);
 // looked up.
 absl::Status CheckDialled(absl::string_view address);
 
-// Whether such an address is certainly one of this machine: a unix socket, a
-// loopback address or "localhost". Other names are not looked up.
-bool IsOnThisMachine(absl::string_view dialled);
+// Whether such an address is certainly one of another machine: a number that
+// none of this one's has. Names are not looked up.
+bool IsElsewhere(absl::string_view dialled);
 
 // FAILED_PRECONDITION (INSECURE_REQUIRED) for an address that other machines
 // can reach, unless it was allowed.

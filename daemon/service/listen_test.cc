@@ -154,14 +154,15 @@ TEST(ListenTest, WhatCanBeDialled) {
   }
 }
 
-TEST(ListenTest, WhatIsCertainlyOnThisMachine) {
-  for (const char* here : {"unix:/run/a.sock", "localhost:7670",
-                           "127.0.0.1:7670", "127.8.0.1:1", "[::1]:7670"}) {
-    EXPECT_TRUE(IsOnThisMachine(here)) << here;
+TEST(ListenTest, WhatIsCertainlyElsewhere) {
+  for (const char* perhaps :
+       {"unix:/run/a.sock", "localhost:7670", "127.0.0.1:7670", "127.8.0.1:1",
+        "[::1]:7670", "trainer-0.jobs:7670"}) {
+    EXPECT_FALSE(IsElsewhere(perhaps)) << perhaps;
   }
-  for (const char* there : {"10.0.0.4:7670", "trainer-0.jobs:7670",
-                            "[fd00::4]:7670", "127.example:1"}) {
-    EXPECT_FALSE(IsOnThisMachine(there)) << there;
+  // TEST-NET-1, and its like: nobody has them.
+  for (const char* there : {"192.0.2.4:7670", "[2001:db8::4]:7670"}) {
+    EXPECT_TRUE(IsElsewhere(there)) << there;
   }
 }
 

@@ -100,8 +100,10 @@ void Loop::Run(const std::string& name) {
     auto first = timers_.begin();
     const Time now = std::chrono::steady_clock::now();
     if (first->first.first > now) {
-      changed_.WaitWithTimeout(&mutex_,
-                               absl::FromChrono(first->first.first - now));
+      // What waits here may count on the clock that is set.
+      changed_.WaitWithTimeout(
+          &mutex_, std::min(absl::FromChrono(first->first.first - now),
+                            absl::Seconds(1)));
       continue;
     }
     Task task = std::move(first->second);

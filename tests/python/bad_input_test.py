@@ -551,7 +551,7 @@ def test_a_second_daemon_on_the_same_socket(running):
 
 
 def test_an_address_for_data_that_no_other_machine_reaches(running):
-    code, said = start_daemon(running, "--coordinator_address=trainer-0.example:7670")
+    code, said = start_daemon(running, "--coordinator_address=192.0.2.4:7670")
     assert code != 0
     assert "ADDRESS_INVALID" in said and "--data_address=127.0.0.1" in said, said
 

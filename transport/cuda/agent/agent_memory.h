@@ -111,11 +111,10 @@ class AgentMemory final : public Memory {
   absl::Status Write(absl::Span<const char> from, char* to) override;
 
   // What `agent`, of this epoch, calls [address, address + bytes) for channels
-  // of it: in a segment of its GPU, or in an arena, which it pins if it has
-  // not. Nothing: it is in neither, or the arena could not be pinned, which is
-  // not tried again in this epoch. UNAVAILABLE (DEVICE_STORE_LOST): of an
-  // agent that has ended; FAILED_PRECONDITION (OTHER_DEVICE): of another GPU;
-  // DEVICE_AGENT_LOST, DEVICE_AGENT_HUNG.
+  // of it: in a segment of its GPU, or in an arena that it has pinned. Nothing:
+  // it is in neither; an arena is pinned meanwhile, once for each epoch.
+  // UNAVAILABLE (DEVICE_STORE_LOST): of an agent that has ended; FAILED_
+  // PRECONDITION (OTHER_DEVICE): of another GPU.
   absl::StatusOr<absl::optional<AgentPlace>> PlaceForChannel(
       DeviceAgent* agent, uint64_t epoch, const char* address, int64_t bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
@@ -136,8 +135,9 @@ class AgentMemory final : public Memory {
     struct Pinned {
       uint64_t epoch = 0, host = 0;
     };
-    std::map<const char*, Pinned> pinned;        // by arena
-    std::map<const char*, uint64_t> unpinnable;  // of which epoch
+    std::map<const char*, Pinned> pinned;  // by arena
+    // By channels, which go on without: in which epoch.
+    std::map<const char*, uint64_t> pin_tried;
     // Held while arenas are pinned, which takes long.
     absl::Mutex pin_mutex;
   };

@@ -296,24 +296,22 @@ absl::StatusOr<absl::optional<AgentPlace>> AgentMemory::ArenaForChannel(
   // Memory of somebody else's.
   if (!pinned.ok()) return absl::optional<AgentPlace>();
   if (pinned->has_value()) return pinned;
+  // An agent that was started again has pinned nothing. To do so takes seconds,
+  // which the other end of an edge does not wait: until then bytes go through
+  // the buffer.
   {
     absl::MutexLock lock(&mutex_);
-    const auto failed = gpu->unpinnable.find(begin);
-    if (failed != gpu->unpinnable.end() && failed->second == epoch) {
-      return absl::optional<AgentPlace>();
-    }
+    uint64_t& tried = gpu->pin_tried[begin];
+    if (tried == epoch) return absl::optional<AgentPlace>();
+    tried = epoch;
   }
-  const absl::StatusOr<AgentPlace> place = PlaceOf(gpu, epoch, address, bytes);
-  if (place.ok()) return absl::optional<AgentPlace>(*place);
-  // Of an agent that is lost, and not of one that cannot.
-  if (absl::StartsWith(ReasonOf(place.status()), "DEVICE_AGENT_")) {
-    return place.status();
-  }
-  LOG(WARNING) << gpu->uuid << " does not pin " << arena.bytes
-               << " bytes of the store, which go through a buffer: "
-               << place.status();
-  absl::MutexLock lock(&mutex_);
-  gpu->unpinnable[begin] = epoch;
+  Later([this, gpu, epoch, begin, size = arena.bytes] {
+    const absl::Status status = PlaceOf(gpu, epoch, begin, size).status();
+    if (status.ok() || ReasonOf(status) == "BAD_COPY") return;
+    LOG(WARNING) << gpu->uuid << " does not pin " << size
+                 << " bytes of the store, which go through a buffer: "
+                 << status;
+  });
   return absl::optional<AgentPlace>();
 }
 

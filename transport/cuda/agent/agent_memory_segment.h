@@ -32,7 +32,7 @@ class AgentMemory::ArenaSegment final : public Segment {
       // have this address.
       absl::MutexLock pinning(&gpu->pin_mutex);
       absl::MutexLock lock(&memory_->mutex_);
-      gpu->unpinnable.erase(base_->data());
+      gpu->pin_tried.erase(base_->data());
       const auto at = gpu->pinned.find(base_->data());
       if (at == gpu->pinned.end()) continue;
       pinned.emplace_back(gpu->agent, at->second);
