@@ -6,7 +6,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "glog/logging.h"
 #include "transport/cuda/agent/agent_memory_segment.h"
