@@ -187,6 +187,23 @@ class CastTest : public ::testing::Test {
     return response.equal();
   }
 
+  // Whether it is whole, and comes to be: the next update counts on it.
+  bool Serves(const std::string& replica) {
+    const auto stub = v1::AdminService::NewStub(grpc::CreateChannel(
+        cluster_.address("a"), grpc::InsecureChannelCredentials()));
+    return WaitUntil(
+        [&] {
+          grpc::ClientContext context;
+          v1::GetReplicaRequest request;
+          request.set_name(
+              absl::StrCat("models/", kModel, "/replicas/", replica));
+          v1::Replica shown;
+          return stub->GetReplica(&context, request, &shown).ok() &&
+                 shown.state() == v1::Replica::STATE_SERVING;
+        },
+        kPatience);
+  }
+
   Cluster cluster_;
 };
 
@@ -198,6 +215,7 @@ TEST_F(CastTest, WorkersGetWhatTheModelHas) {
   ASSERT_TRUE(registered.ok()) << registered;
   CastReplica near(&cluster_, "a", "near", 2);
   CastReplica far(&cluster_, "b", "far", 1);
+  ASSERT_TRUE(Serves("near") && Serves("far"));
   for (int version = 1; version <= 6; ++version) {
     v1::UpdateOptions options;
     options.set_verify_source(version == 2 || version == 3);

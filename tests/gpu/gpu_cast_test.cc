@@ -150,6 +150,20 @@ class GpuCastTest : public GpuClusterTest {
     return response.equal();
   }
 
+  bool Serves(const std::string& replica) {
+    return WaitUntil(
+        [&] {
+          grpc::ClientContext context;
+          v1::GetReplicaRequest request;
+          request.set_name(
+              absl::StrCat("models/", kModel, "/replicas/", replica));
+          v1::Replica shown;
+          return Admin("a")->GetReplica(&context, request, &shown).ok() &&
+                 shown.state() == v1::Replica::STATE_SERVING;
+        },
+        kPatience);
+  }
+
   void Run(const std::vector<std::string>& flags) {
     StartNode("a", flags);
     StartNode("b", {"--bucket_bytes=16384"});
@@ -158,6 +172,7 @@ class GpuCastTest : public GpuClusterTest {
     ASSERT_TRUE(registered.ok()) << registered;
     CastReplica near(&cluster_, "a", "near", 0);
     CastReplica far(&cluster_, "b", "far", 3);
+    ASSERT_TRUE(Serves("near") && Serves("far"));
     for (int version = 1; version <= 4; ++version) {
       v1::UpdateOptions options;
       options.set_verify_source(version == 2);
