@@ -53,6 +53,7 @@ constexpr int64_t kNcclStagingBytes = 16 << 20;
 // A connection to the coordinator on which nothing came is asked, and is given
 // up when nothing comes for as long again; no sooner than the lease.
 constexpr absl::Duration kConnectionPatience = absl::Seconds(5);
+constexpr absl::Duration kLongestPatience = absl::Hours(1);
 // Of --group=auto, after a communicator that could not be made.
 constexpr absl::Duration kNcclRest = absl::Seconds(30);
 
@@ -130,7 +131,7 @@ grpc::ChannelArguments ChannelArguments(absl::Duration heartbeat_timeout) {
   // when TCP sends its next byte, minutes after the way is there again. Each
   // side beats every second: nothing is pinged where all is well.
   const int patience = static_cast<int>(absl::ToInt64Milliseconds(std::min(
-      std::max(kConnectionPatience, heartbeat_timeout), absl::Hours(1))));
+      std::max(kConnectionPatience, heartbeat_timeout), kLongestPatience)));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, patience);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, patience);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

@@ -12,7 +12,8 @@ namespace weightsync {
 namespace daemon {
 namespace {
 
-constexpr absl::Duration kFarAway = absl::Hours(24 * 365);
+constexpr absl::Duration kFarAway = absl::Hours(8760);
+constexpr absl::Duration kLook = absl::Seconds(1);
 
 }  // namespace
 
@@ -102,8 +103,7 @@ void Loop::Run(const std::string& name) {
     if (first->first.first > now) {
       // What waits here may count on the clock that is set.
       changed_.WaitWithTimeout(
-          &mutex_, std::min(absl::FromChrono(first->first.first - now),
-                            absl::Seconds(1)));
+          &mutex_, std::min(absl::FromChrono(first->first.first - now), kLook));
       continue;
     }
     Task task = std::move(first->second);

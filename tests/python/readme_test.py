@@ -128,6 +128,8 @@ NO_WAIT = {
     "daemon/node/mover.h": {"report_interval"},
     "daemon/node/node_update_ranks.cc": {"kLook"},
     "daemon/service/coordinator_loop.cc": {"kTick"},
+    "daemon/daemon.cc": {"kLongestPatience"},
+    "daemon/service/loop.cc": {"kFarAway", "kLook"},
     "daemon/service/node_link.h": {"first_backoff"},
     "daemon/service/version_watch.cc": {"kWatchInterval"},
     "transport/cuda/agent/device_agent.cc": {"kStopEvery"},
